@@ -94,10 +94,11 @@ class Directives(Strict):
 
 
 class LeaseRequest(Strict):
-    """Body of `POST /v1/leases`. `version` is the one that the node has loaded and will use; the answer is held back
-    up to `wait_seconds` until there is work. `possession` proves possession of the weights (empty for now)."""
+    """Body of `POST /v1/leases`. `versions` are those that the node has loaded; new groups open on the newest of them
+    only. The answer is held back up to `wait_seconds` until there is work. `possession` proves possession of the
+    weights (empty for now)."""
 
-    version: Count
+    versions: Annotated[tuple[Count, ...], Field(min_length=1, max_length=64)]
     slots: Annotated[int, Field(ge=1, le=512)]
     wait_seconds: Annotated[float, Field(ge=0, le=20)]
     possession: Text = ""
