@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from typing import Any, NoReturn
 
 from .reasons import Reason, Refusal
 
 MAX_DEPTH = 32
+_BRACKET = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[\[{]|[\]}]', re.DOTALL)  # a whole string, or one bracket
 
 
 def canonical_json(value: Any) -> bytes:
-    """UTF-8 JSON with sorted keys, no spaces and no NaN. Raises ValueError for what JSON cannot hold."""
+    """UTF-8 JSON with sorted keys, no spaces and no NaN. Raises ValueError or TypeError for what JSON cannot hold."""
     return json.dumps(
         value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
     ).encode()
@@ -42,11 +44,12 @@ def parse_json(data: bytes, *, max_bytes: int = 1 << 20) -> Any:
     if len(data) > max_bytes:
         raise Refusal(Reason.BODY_TOO_LARGE, f"more than {max_bytes} bytes")
     depth = deepest = 0
-    for byte in data:  # brackets inside strings count too: a limit, not a parser
-        if byte in b"[{":
+    for token in _BRACKET.finditer(data):
+        first = token[0][:1]
+        if first in b"[{":
             depth += 1
             deepest = max(deepest, depth)
-        elif byte in b"]}":
+        elif first in b"]}":
             depth -= 1
     if deepest > MAX_DEPTH:
         raise Refusal(Reason.MALFORMED_REQUEST, f"nested deeper than {MAX_DEPTH}")

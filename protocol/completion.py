@@ -66,8 +66,11 @@ def decode_batch(data: bytes) -> tuple[Completion, ...]:
     if not 1 <= len(batch.completions) <= MAX_BATCH_ITEMS:
         raise Refusal(Reason.MALFORMED_REQUEST, f"1 to {MAX_BATCH_ITEMS} completions, not {len(batch.completions)}")
     for item in batch.completions:
-        if max(len(item.lease_id), len(item.engine), len(item.engine_version)) > 128:
-            raise Refusal(Reason.MALFORMED_REQUEST, "a text field is longer than 128 characters")
+        texts = (item.lease_id, item.run_spec_digest, item.weights_digest, item.engine, item.engine_version)
+        if any(len(text) > 128 or not text.isprintable() for text in texts):
+            raise Refusal(Reason.MALFORMED_REQUEST, "a text field is longer than 128 characters or not printable")
         if not (0 <= item.fencing < 2**53 and 0 <= item.index < 2**31 and 0 <= item.version < 2**53):
+            raise Refusal(Reason.MALFORMED_REQUEST, "a number is out of range")
+        if not 0 <= item.generate_seconds < 2**31:  # NaN too
             raise Refusal(Reason.MALFORMED_REQUEST, "a number is out of range")
     return batch.completions

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,14 +79,19 @@ class Key:
         return self.private.sign(message)
 
     def save(self, path: Path) -> None:
-        """Write as PEM, readable by the owner only, never over an existing file."""
+        """Write as PEM, readable by the owner only, whole or not at all. Raises FileExistsError, OSError."""
         path.parent.mkdir(parents=True, exist_ok=True)
         pem = self.private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(pem)
-            file.flush()
-            os.fsync(file.fileno())
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(pem)
+                file.flush()
+                os.fsync(file.fileno())
+            os.link(temporary, path)  # unlike a rename, never over an existing file
+        finally:
+            temporary.unlink()
 
     @classmethod
     def load(cls, path: Path) -> Key:

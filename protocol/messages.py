@@ -11,7 +11,7 @@ from .reasons import Reason
 from .runspec import RunSpec
 from .signed import Hex64, Signed, Strict
 
-Text = Annotated[str, StringConstraints(max_length=128)]
+Text = Annotated[str, StringConstraints(max_length=128, pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")]
 Url = Annotated[str, StringConstraints(max_length=512, pattern=r"^https?://[!-~]+$")]
 SeedHex = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from .canonical import canonical_json, sha256_hex
 from .signed import Hex64, Strict
@@ -76,7 +75,13 @@ class RunSpec(Strict):
     calibration_families: tuple[str, ...]
     environments: tuple[EnvironmentSpec, ...]
 
-    @cached_property
+    @model_validator(mode="after")
+    def _whole_groups(self) -> RunSpec:
+        if self.rollouts_per_version % (self.group_size * self.publish_every):
+            raise ValueError("rollouts_per_version is a multiple of group_size * publish_every: steps take whole groups")
+        return self
+
+    @property
     def digest(self) -> str:
         """SHA-256 of the canonical JSON."""
         return sha256_hex(canonical_json(self.model_dump(mode="json")))

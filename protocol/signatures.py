@@ -121,9 +121,9 @@ def verify_request(request: Message, body: bytes, run_id: str, *, now: float) ->
             require_components=REQUEST_COMPONENTS,
             body=body,
         )
-    except Refusal:
-        raise
     except HTTPMessageSignaturesException as error:
+        if isinstance(error.__cause__, Refusal):  # the library wraps what the key resolver raises
+            raise error.__cause__ from None
         raise Refusal(Reason.SIGNATURE_INVALID, str(error)[:160]) from None
     except Exception as error:  # the library's parsers on hostile headers
         raise Refusal(Reason.SIGNATURE_INVALID, type(error).__name__) from None

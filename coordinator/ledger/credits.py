@@ -32,7 +32,7 @@ class Payment:
 
 def entry_hash(previous: str, sequence: int, payment: Payment, at: float) -> str:
     """Hash of a row: over the previous hash and every value of the row."""
-    fields = [previous, sequence, payment.rollout_id, payment.node_id, payment.kind, payment.amount, repr(at)]
+    fields = [previous, sequence, payment.rollout_id, payment.node_id, payment.kind, payment.amount, repr(float(at))]
     return sha256_hex(canonical_json(fields))
 
 

@@ -13,6 +13,8 @@ from sqlalchemy.engine import Engine
 
 from . import tables
 
+_WRITE_LOCK = 0x6661_7266  # any number that nothing else on the server locks
+
 
 class Ledger:
     """An open ledger. `write()` and `read()` give transactions for the functions of this package."""
@@ -30,20 +32,24 @@ class Ledger:
             event.listen(self.engine, "begin", _sqlite_begin)
 
     def create(self) -> None:
-        """Create the tables that are missing."""
-        tables.metadata.create_all(self.engine)
+        """Create the tables that are missing. Several processes may do so at once."""
+        with self.write() as connection:
+            tables.metadata.create_all(connection)
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
         """A write transaction: committed at the end of the block, rolled back by an exception."""
         with self._writer, self.engine.connect().execution_options(farflung_write=True) as connection:
             with connection.begin():
+                if not self.sqlite:  # one writer at a time among processes too; SQLite begins with its own lock
+                    connection.execute(text(f"select pg_advisory_xact_lock({_WRITE_LOCK})"))
                 yield connection
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
         """A read transaction: one consistent view, never waits for writers on SQLite in WAL mode."""
-        with self.engine.connect() as connection, connection.begin():
+        level = {} if self.sqlite else {"isolation_level": "REPEATABLE READ"}
+        with self.engine.connect().execution_options(**level) as connection, connection.begin():
             yield connection
 
     def change_marker(self) -> int:

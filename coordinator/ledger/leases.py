@@ -100,15 +100,16 @@ def grant(
     wanted = min(ask.slots, ask.quota - open_slots_of(tx, ask.node_id))
     if wanted <= 0:
         raise Refusal(Reason.QUOTA_EXHAUSTED, retry_after=1)
-    chosen = _open_slots(tx, spec, ask, newest[0], wanted)
-    version = max(ask.versions)
+    chosen = _open_slots(tx, spec, ask, newest[0], wanted, now)
+    # a node may have fetched a version that is not in the ledger yet
+    version = max((known for known in ask.versions if known <= newest[0]), default=-1)
     may_open = version == newest[0] or _in_grace(tx, spec, version, newest[0], now)
     paced = False
     while may_open and len(chosen) < wanted:
         counted = counted_rollouts(tx)
         if not may_open_group(
             counted, spec.group_size, version, spec.max_staleness, spec.rollouts_per_version
-        ) or is_stale(newest[0], version, spec.max_staleness):
+        ):
             paced = True
             break
         group = _open_group(tx, spec, version, new_problem, now)
@@ -121,15 +122,18 @@ def grant(
 
 
 def _in_grace(tx: Connection, spec: RunSpec, version: int, newest: int, now: float) -> bool:
-    """Was `version` the newest until less than the propagation grace ago?"""
-    if version != newest - 1:
+    """Was `version` the newest until less than the propagation grace ago, and is it young enough to train?"""
+    if version != newest - 1 or is_stale(newest, version, spec.max_staleness):
         return False
     successor = select(checkpoints.c.sealed_at).where(checkpoints.c.version == newest)
     return now - float(tx.execute(successor).scalar_one()) < spec.propagation_grace
 
 
-def _open_slots(tx: Connection, spec: RunSpec, ask: Ask, newest: int, limit: int) -> list[tuple[int, int]]:
-    """Open slots on the node's versions, oldest group first; none on which this node has failed before."""
+def _open_slots(
+    tx: Connection, spec: RunSpec, ask: Ask, newest: int, limit: int, now: float
+) -> list[tuple[int, int]]:
+    """Open slots on the node's versions, oldest group first; none on which this node has failed within a lease's time:
+    others go first, but a slot that only this node is left to answer is not closed to it for ever."""
     failed = (
         select(rollouts.c.id)
         .where(
@@ -137,10 +141,11 @@ def _open_slots(tx: Connection, spec: RunSpec, ask: Ask, newest: int, limit: int
             rollouts.c.slot == slots.c.number,
             rollouts.c.node_id == ask.node_id,
             rollouts.c.state == RolloutState.REJECTED.value,
+            rollouts.c.decided_at > now - lease_seconds(spec),
         )
         .exists()
     )
-    live = [version for version in ask.versions if not is_stale(newest, version, spec.max_staleness)]
+    live = [known for known in ask.versions if known <= newest and not is_stale(newest, known, spec.max_staleness)]
     query = (
         select(slots.c.group_id, slots.c.number)
         .join(groups, groups.c.id == slots.c.group_id)

@@ -125,3 +125,18 @@ def count_refusal(tx: Connection, reason: Reason) -> None:
     )
     if changed.rowcount == 0:
         tx.execute(refusals.insert().values(code=reason.value, count=1))
+
+
+def record(tx: Connection, node_id: str) -> tuple[int, int]:
+    """Rollouts of a node that were rejected, and those accepted since the last rejection."""
+    mine = rollouts.c.node_id == node_id
+    last = select(func.max(rollouts.c.decided_at), func.count()).where(
+        mine, rollouts.c.state == RolloutState.REJECTED.value
+    )
+    when, rejected = tx.execute(last).one()
+    if not rejected:
+        return 0, 0
+    since = select(func.count()).where(
+        mine, rollouts.c.state.in_([state.value for state in PAID]), rollouts.c.decided_at > when
+    )
+    return int(rejected), int(tx.execute(since).scalar_one())

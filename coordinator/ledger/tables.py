@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sqlalchemy import (
+    BigInteger,
     Boolean,
     Column,
     Float,
@@ -32,7 +33,7 @@ nodes = Table(
     Column("registered_at", Float, nullable=False),
     Column("last_seen", Float, nullable=False),
     Column("state", String(16), nullable=False, default="starting"),
-    Column("loaded_version", Integer),
+    Column("loaded_version", BigInteger),
     Column("tokens_per_second", Float, nullable=False, default=0.0),
     Column("backpressure_seconds", Float, nullable=False, default=0.0),
 )
@@ -124,7 +125,7 @@ rollouts = Table(
     Column("reward", Float),
     Column("code", String(32)),
     Column("token_identical", Boolean),
-    Column("price", Integer),
+    Column("price", BigInteger),
     Column("evidence", String(64)),
     Column("evidence_position", Integer),
     # training
@@ -170,7 +171,7 @@ credits = Table(
     Column("rollout_id", ForeignKey("rollouts.id"), nullable=False),
     Column("node_id", ForeignKey("nodes.id"), nullable=False, index=True),
     Column("kind", String(16), nullable=False),
-    Column("amount", Integer, nullable=False),
+    Column("amount", BigInteger, nullable=False),
     Column("at", Float, nullable=False),
     Column("previous", String(64), nullable=False),
     Column("hash", String(64), nullable=False),
@@ -186,7 +187,7 @@ checkpoints = Table(
     Column("kind", String(16), nullable=False),
     Column("weights_digest", String(64), nullable=False),
     Column("manifest_sha256", String(64), nullable=False),
-    Column("bytes", Integer, nullable=False),
+    Column("bytes", BigInteger, nullable=False),
     Column("sealed_at", Float, nullable=False),
 )
 

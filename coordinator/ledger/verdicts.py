@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, and_, select
 
+from protocol.reasons import Reason
 from protocol.runspec import RunSpec
 
 from . import transitions
@@ -71,7 +72,10 @@ class Decision:
 
 
 def claim(tx: Connection, verifier: str, limit: int, *, now: float) -> list[Job]:
-    """Claim up to `limit` waiting rollouts of one version, the oldest version first."""
+    """Claim up to `limit` waiting rollouts of one version, the oldest version first.
+
+    A rollout on its last try comes alone: one that kills every verifier takes no other with it.
+    """
     waiting = (RolloutState.SUBMITTED.value, RolloutState.INCONCLUSIVE.value)
     here = rollouts.c.state.in_(waiting)
     version = tx.execute(
@@ -87,7 +91,9 @@ def claim(tx: Connection, verifier: str, limit: int, *, now: float) -> list[Job]
         .order_by(rollouts.c.id)
         .limit(limit)
     )
-    rows = tx.execute(query).all()
+    rows = list(tx.execute(query).all())
+    last_try = MAX_ATTEMPTS - 1
+    rows = rows[:1] if rows[0].attempts >= last_try else [row for row in rows if row.attempts < last_try]
     claimed = {"claimed_by": verifier, "claim_deadline": now + CLAIM_SECONDS}
     transitions.move(
         tx,
@@ -117,13 +123,15 @@ def claim(tx: Connection, verifier: str, limit: int, *, now: float) -> list[Job]
 
 
 def give_back(tx: Connection, verifier: str, *, now: float, detail: str) -> int:
-    """Return the jobs that a verifier holds (it restarts, or it gave up on a batch). Returns how many."""
-    query = select(rollouts.c.id).where(
-        rollouts.c.state == RolloutState.VERIFYING.value, rollouts.c.claimed_by == verifier
-    )
-    held = list(tx.execute(query).scalars())
-    changes = {rollout: RolloutState.SUBMITTED for rollout in held}
+    """Return the jobs that a verifier holds (it restarts, or it gave up on a batch). Returns how many.
+
+    Those that were on their last try are left to the clock, whose next tick ends them as `unverifiable`.
+    """
+    mine = and_(rollouts.c.state == RolloutState.VERIFYING.value, rollouts.c.claimed_by == verifier)
+    held = tx.execute(select(rollouts.c.id, rollouts.c.attempts).where(mine)).all()
+    changes = {row.id: RolloutState.SUBMITTED for row in held if row.attempts < MAX_ATTEMPTS}
     transitions.move(tx, changes, now=now, actor=f"verifier {verifier}", detail=detail)
+    tx.execute(rollouts.update().where(mine).values(claimed_by=None, claim_deadline=0.0))
     return len(held)
 
 
@@ -133,17 +141,26 @@ def record(
     """Write verdicts: states, receipts, credit, slots and groups, all in this transaction.
 
     A decision whose rollout is no longer ours to decide (the claim ran out and another verifier took it) is dropped.
+    `inconclusive` on the last try is written as `unverified`.
     """
-    mine = select(rollouts.c.id).where(
+    mine = select(rollouts.c.id, rollouts.c.attempts).where(
         rollouts.c.state == RolloutState.VERIFYING.value, rollouts.c.claimed_by == verifier
     )
-    held = set(tx.execute(mine).scalars())
-    decisions = [decision for decision in decisions if decision.job.rollout_id in held]
+    held = {row.id: row.attempts for row in tx.execute(mine)}
+    decisions = [
+        _final(decision, held[decision.job.rollout_id]) for decision in decisions if decision.job.rollout_id in held
+    ]
     if not decisions:
         return
+    unverified = {
+        decision.job.rollout_id: RolloutState.UNVERIFIED
+        for decision in decisions
+        if decision.state is RolloutState.UNVERIFIED
+    }
     transitions.move(
         tx,
-        {decision.job.rollout_id: decision.state for decision in decisions},
+        {decision.job.rollout_id: decision.state for decision in decisions}
+        | dict.fromkeys(unverified, RolloutState.INCONCLUSIVE),
         now=now,
         actor=f"verifier {verifier}",
         values={
@@ -160,6 +177,7 @@ def record(
             for decision in decisions
         },
     )
+    transitions.move(tx, unverified, now=now, actor=f"verifier {verifier}", detail="the last try")
     tx.execute(
         verdicts.insert(),
         [
@@ -185,6 +203,12 @@ def record(
     answered = ((d.job.group_id, d.job.slot, d.state) for d in decisions)
     settle_slots(tx, answered)
     settle_groups(tx, spec, {d.job.group_id for d in decisions}, min_group, now=now)
+
+
+def _final(decision: Decision, attempts: int) -> Decision:
+    if decision.state is RolloutState.INCONCLUSIVE and attempts >= MAX_ATTEMPTS:
+        return replace(decision, state=RolloutState.UNVERIFIED, code=Reason.UNVERIFIED.value)
+    return decision
 
 
 def settle_slots(tx: Connection, ended: Iterable[tuple[int, int, RolloutState]]) -> None:

@@ -1,0 +1,1 @@
+"""Asynchronous off-policy training: assign, step, durable checkpoint, publish, confirm."""

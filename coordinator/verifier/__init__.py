@@ -1,0 +1,1 @@
+"""Verification: every verdict comes from one batched prefill on trusted hardware."""

@@ -1,0 +1,1 @@
+"""Weights to everyone: publish, relay, fetch, patch."""

@@ -1,0 +1,133 @@
+"""Which entries of the hidden states a proof speaks of: bfloat16 rounding, chunks of rows, top-k by
+magnitude.
+
+Both sides must pick the same entries from the same numbers on every device, so the order is total: larger
+bfloat16 magnitude pattern first, then the lower flat index. (The tie choice of a library's own top-k differs
+between devices.)
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+_MAGNITUDE = 0x7FFF
+_EXPONENT = 0x7F80
+_INDEX_BITS = 40
+
+
+@dataclass(frozen=True, eq=False)
+class Selection:
+    """The selected entries of many chunks, in order of completion and chunk.
+
+    indices: int64 [chunks, top_k], flat index row · hidden + dim inside the chunk, ascending; bits: int64
+    [chunks, top_k], bfloat16 patterns; counts: int64 [chunks], how many entries of each row are real (the
+    rest is 0); rows: int64 [chunks]; per_completion: chunks of each completion.
+    """
+
+    indices: npt.NDArray[np.int64]
+    bits: npt.NDArray[np.int64]
+    counts: npt.NDArray[np.int64]
+    rows: npt.NDArray[np.int64]
+    per_completion: tuple[int, ...]
+
+
+def check_shape_parameters(chunk_rows: int, top_k: int) -> None:
+    """Raises ValueError unless both are positive ints."""
+    for name, value in (("chunk_rows", chunk_rows), ("top_k", top_k)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be a positive int, not {value!r}")
+
+
+def round_to_bf16(hidden: torch.Tensor) -> torch.Tensor:
+    """Round to bfloat16, nearest-even, once. Any float dtype and device in, bfloat16 of the same shape out.
+
+    Raises ValueError where the input is not floating point or a rounded value is not finite.
+    """
+    if not isinstance(hidden, torch.Tensor) or not hidden.is_floating_point():
+        raise ValueError("hidden states must be a floating-point tensor")
+    values = _round_to_odd(hidden.detach()) if hidden.dtype == torch.float64 else hidden.detach()
+    rounded = values.to(torch.bfloat16).contiguous()
+    if bool(((rounded.view(torch.int16) & _EXPONENT) == _EXPONENT).any()):
+        raise ValueError("hidden states hold values that are not finite in bfloat16")
+    return rounded
+
+
+def select(hiddens: Sequence[torch.Tensor], chunk_rows: int, top_k: int) -> Selection:
+    """The entries that stand for each chunk of each completion.
+
+    hiddens: tensors [rows >= 1, hidden >= 1]. Raises ValueError for other shapes, non-float or non-finite
+    input.
+    """
+    check_shape_parameters(chunk_rows, top_k)
+    chunks: list[torch.Tensor] = []
+    rows: list[int] = []
+    per_completion: list[int] = []
+    for hidden in hiddens:
+        rounded = round_to_bf16(hidden)
+        if rounded.ndim != 2 or rounded.numel() == 0:
+            raise ValueError(f"hidden states must be [rows, hidden] and not empty, not {tuple(rounded.shape)}")
+        pattern = rounded.view(torch.int16)
+        parts = [pattern[i : i + chunk_rows] for i in range(0, len(pattern), chunk_rows)]
+        rows.extend(len(part) for part in parts)
+        chunks.extend(part.reshape(-1) for part in parts)
+        per_completion.append(len(parts))
+    indices = np.zeros((len(chunks), top_k), dtype=np.int64)
+    bits = np.zeros((len(chunks), top_k), dtype=np.int64)
+    counts = np.array([min(top_k, chunk.numel()) for chunk in chunks], dtype=np.int64)
+    for members in _by_size_and_device(chunks):
+        k = int(counts[members[0]])
+        pick = _top_k_numpy if chunks[members[0]].device.type == "cpu" else _top_k_torch
+        indices[members, :k], bits[members, :k] = pick([chunks[i] for i in members], k)
+    return Selection(indices, bits, counts, np.array(rows, dtype=np.int64), tuple(per_completion))
+
+
+def _by_size_and_device(chunks: Sequence[torch.Tensor]) -> list[list[int]]:
+    groups: dict[tuple[int, torch.device], list[int]] = {}
+    for i, chunk in enumerate(chunks):
+        groups.setdefault((chunk.numel(), chunk.device), []).append(i)
+    return list(groups.values())
+
+
+_Picked = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
+
+
+def _top_k_numpy(chunks: Sequence[torch.Tensor], k: int) -> _Picked:
+    """int16 patterns [m] each -> ascending indices and patterns, int64 [n, k]: one linear partition per
+    chunk."""
+    indices = np.empty((len(chunks), k), dtype=np.int64)
+    bits = np.empty((len(chunks), k), dtype=np.int64)
+    for i, chunk in enumerate(chunks):
+        pattern = chunk.numpy()
+        magnitude = pattern & np.int16(_MAGNITUDE)
+        smallest = np.partition(magnitude, len(magnitude) - k)[len(magnitude) - k]
+        above = np.flatnonzero(magnitude > smallest)
+        ties = np.flatnonzero(magnitude == smallest)[: k - len(above)]
+        indices[i] = np.sort(np.concatenate((above, ties)))
+        bits[i] = pattern[indices[i]].astype(np.int64) & 0xFFFF
+    return indices, bits
+
+
+def _top_k_torch(chunks: Sequence[torch.Tensor], k: int) -> _Picked:
+    """The same on any device: distinct keys leave the library's top-k no tie to break; one copy to the
+    host."""
+    patterns = torch.stack(list(chunks)).to(torch.int64)
+    last = (1 << _INDEX_BITS) - 1
+    flat = torch.arange(patterns.shape[1], dtype=torch.int64, device=patterns.device)
+    keys = ((patterns & _MAGNITUDE) << _INDEX_BITS) | (last - flat)
+    picked = last - (keys.topk(k, dim=1, sorted=False).values & last)
+    indices = picked.sort(dim=1).values
+    both = torch.stack((indices, patterns.gather(1, indices) & 0xFFFF)).cpu().numpy()
+    return both[0], both[1]
+
+
+def _round_to_odd(values: torch.Tensor) -> torch.Tensor:
+    """float64 -> float32 by rounding to odd, so that the later rounding to bfloat16 is as if done once."""
+    nearest = values.to(torch.float32)
+    widened = nearest.to(torch.float64)
+    away = widened.abs() > values.abs()
+    inexact = (widened != values) & ~values.isnan()
+    pattern = nearest.view(torch.int32) - away.to(torch.int32)
+    return (pattern | inexact.to(torch.int32)).view(torch.float32)
