@@ -78,7 +78,7 @@ class RunSpec(Strict):
     @model_validator(mode="after")
     def _whole_groups(self) -> RunSpec:
         if self.rollouts_per_version % (self.group_size * self.publish_every):
-            raise ValueError("rollouts_per_version is a multiple of group_size * publish_every: steps take whole groups")
+            raise ValueError("rollouts_per_version is a multiple of group_size * publish_every")
         return self
 
     @property

@@ -77,8 +77,9 @@ def relay_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--upstream", type=_urls, required=True, metavar="URL[,URL]", help="coordinator or relays to follow")
-    add("--listen", type=_address, default=("0.0.0.0", 8700), metavar="HOST:PORT", help="port 0 takes a free one")
-    add("--dir", type=Path, required=True, metavar="DIR", help="folder for shards, the relay's key and its pin")
+    add("--listen", type=_address, default=("0.0.0.0", 8000), metavar="HOST:PORT", help="port 0 takes a free one")
+    folder = Path.home() / ".farflung" / "relay"
+    add("--dir", type=Path, default=folder, metavar="DIR", help=f"shards, key and pin of the relay (default {folder})")
     add("--keep", type=_positive, default=5, metavar="N", help="versions to keep (default 5)")
     add("--run-key", metavar="HEX", help="the run's public key; else #run=<hex> of a URL, else on first use")
     add("--run-id", metavar="TEXT", help="the run's id; else asked of the coordinator, else of the first head")
@@ -94,11 +95,11 @@ def relay_parser() -> argparse.ArgumentParser:
 
 def relay(argv: Sequence[str]) -> int:
     """`farflung relay`: runs until SIGTERM or SIGINT. Exit code 0; 1 after an error, 2 for wrong options."""
-    parser = relay_parser()
-    options = parser.parse_args(argv)
-    if not options.no_register and options.public_url is None and options.listen[0] in ("0.0.0.0", "::"):
-        parser.error("--public-url is needed to register a relay that listens on every address (or --no-register)")
+    options = relay_parser().parse_args(argv)
     _logging(options.log_level)
+    if not options.no_register and options.public_url is None and options.listen[0] in ("0.0.0.0", "::"):
+        log.warning("not registering: a relay that listens on every address needs --public-url for that")
+        options.no_register = True
     end_with_parent()
     try:
         asyncio.run(_relay(options))

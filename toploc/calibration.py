@@ -142,7 +142,9 @@ class Distribution:
         if data.size == 0 or not bool((np.isfinite(data) & (data >= 0)).all()):
             raise ValueError("a distribution needs finite values >= 0")
         levels = np.quantile(data, LEVELS, method="higher")
-        return cls(len(data), float(data.min()), float(data.mean()), tuple(levels.tolist()), float(data.max()))
+        return cls(
+            len(data), float(data.min()), float(data.mean()), tuple(levels.tolist()), float(data.max())
+        )
 
 
 @dataclass(frozen=True)
@@ -280,7 +282,9 @@ def _admit(thresholds: Thresholds, forgeries: Mapping[str, Mapping[str, Distribu
     for name, figures in forgeries.items():
         best = figures["relative_error"].minimum
         if not thresholds.relative_error < best:
-            raise NotAdmitted(f"relative error {thresholds.relative_error} admits the forgery {name} at {best}")
+            raise NotAdmitted(
+                f"relative error {thresholds.relative_error} admits the forgery {name} at {best}"
+            )
 
 
 def _figures(chunks: Sequence[ChunkDistance]) -> dict[str, Distribution]:

@@ -36,7 +36,9 @@ def loads(text: str | bytes) -> Calibration:
         headroom=Headroom(**_fields(document["headroom"], Headroom)),
         counts=Counts(**_fields(document["counts"], Counts)),
         honest=_distributions(document["honest"]),
-        forgeries={name: _distributions(f) for name, f in _mapping(document["forgeries"], "forgeries").items()},
+        forgeries={
+            name: _distributions(f) for name, f in _mapping(document["forgeries"], "forgeries").items()
+        },
         thresholds=Thresholds(**_fields(document["thresholds"], Thresholds)),
     )
     if document["false_positives"] != _bounds(calibration.counts):

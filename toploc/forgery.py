@@ -40,7 +40,9 @@ def cheap_forgeries(
     }
 
 
-def best_constant(hiddens: Sequence[torch.Tensor], *, chunk_rows: int = CHUNK_ROWS, top_k: int = TOP_K) -> int:
+def best_constant(
+    hiddens: Sequence[torch.Tensor], *, chunk_rows: int = CHUNK_ROWS, top_k: int = TOP_K
+) -> int:
     """The bfloat16 pattern closest to all selected entries, among 19 quantiles of their values."""
     selection = select(hiddens, chunk_rows, top_k)
     real = np.arange(top_k)[None] < selection.counts[:, None]

@@ -59,12 +59,16 @@ def commit(hidden: torch.Tensor, *, chunk_rows: int = CHUNK_ROWS, top_k: int = T
     return commit_many([hidden], chunk_rows=chunk_rows, top_k=top_k)[0]
 
 
-def commit_many(hiddens: Sequence[torch.Tensor], *, chunk_rows: int = CHUNK_ROWS, top_k: int = TOP_K) -> list[bytes]:
+def commit_many(
+    hiddens: Sequence[torch.Tensor], *, chunk_rows: int = CHUNK_ROWS, top_k: int = TOP_K
+) -> list[bytes]:
     """`commit` for many completions in one pass; the bytes do not depend on the company."""
     selection = select(hiddens, chunk_rows, top_k)
     words = _encode(selection, top_k)
     ends = np.cumsum(selection.per_completion, dtype=np.int64)
-    return [words[end - n : end].tobytes() for n, end in zip(selection.per_completion, ends.tolist(), strict=True)]
+    return [
+        words[end - n : end].tobytes() for n, end in zip(selection.per_completion, ends.tolist(), strict=True)
+    ]
 
 
 def encode_points(indices: Sequence[int], bits: Sequence[int]) -> bytes:

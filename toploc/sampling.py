@@ -40,7 +40,9 @@ def philox4x32(counter: _Words, key: tuple[torch.Tensor, torch.Tensor]) -> _Word
     return c0, c1, c2, c3
 
 
-def noise(seeds: Ints, positions: Ints, vocab_size: int, device: torch.device | str | None = None) -> torch.Tensor:
+def noise(
+    seeds: Ints, positions: Ints, vocab_size: int, device: torch.device | str | None = None
+) -> torch.Tensor:
     """Gumbel noise, float32 [n, vocab_size], every value in [-2.82, 22.88]; row i depends on its seed and
     position only.
 
@@ -76,7 +78,9 @@ def sample(logits: torch.Tensor, seeds: Ints, positions: Ints, temperature: floa
     return tokens
 
 
-def margins(logits: torch.Tensor, tokens: Ints, seeds: Ints, positions: Ints, temperature: float) -> torch.Tensor:
+def margins(
+    logits: torch.Tensor, tokens: Ints, seeds: Ints, positions: Ints, temperature: float
+) -> torch.Tensor:
     """By how much each claimed token loses to the verifier's own choice: float32 [n], 0 where it is that
     choice.
 
@@ -138,7 +142,9 @@ def _scale(temperature: float, logits: torch.Tensor) -> torch.Tensor:
 
 def _shape(logits: torch.Tensor) -> tuple[int, int]:
     if logits.ndim != 2 or logits.shape[1] == 0 or not logits.is_floating_point():
-        raise ValueError(f"logits must be floating point [n, vocab], not {logits.dtype} {tuple(logits.shape)}")
+        raise ValueError(
+            f"logits must be floating point [n, vocab], not {logits.dtype} {tuple(logits.shape)}"
+        )
     return logits.shape[0], logits.shape[1]
 
 

@@ -68,7 +68,9 @@ def select(hiddens: Sequence[torch.Tensor], chunk_rows: int, top_k: int) -> Sele
     for hidden in hiddens:
         rounded = round_to_bf16(hidden)
         if rounded.ndim != 2 or rounded.numel() == 0:
-            raise ValueError(f"hidden states must be [rows, hidden] and not empty, not {tuple(rounded.shape)}")
+            raise ValueError(
+                f"hidden states must be [rows, hidden] and not empty, not {tuple(rounded.shape)}"
+            )
         pattern = rounded.view(torch.int16)
         parts = [pattern[i : i + chunk_rows] for i in range(0, len(pattern), chunk_rows)]
         rows.extend(len(part) for part in parts)

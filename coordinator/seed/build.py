@@ -43,7 +43,7 @@ class Recipe:
     batch: int = 64
     learning_rate: float = 4e-3
     warmup_steps: int = 50
-    cooldown_loss: float = 0.48
+    cooldown_loss: float = 0.49
     window: int = 8
     cooldown_steps: int = 12
     max_steps: int = 200

@@ -60,7 +60,7 @@ class PromptCodec:
             return self._template.render(
                 messages=conversation, tools=None, documents=None, add_generation_prompt=True, **self._special
             )
-        except jinja2.TemplateError as error:
+        except Exception as error:  # an expression of a template can raise anything
             raise PromptError(f"the chat template refuses these messages: {error}") from error
 
     def encode(self, messages: Iterable[tuple[str, str]]) -> list[int]:

@@ -90,7 +90,9 @@ def calibration(honest: list[Sample]) -> Calibration:
     return derive(honest, setting=SETTING)
 
 
-def test_honest_rollouts_pass_their_own_and_fresh(toy: Toy, honest: list[Sample], calibration: Calibration) -> None:
+def test_honest_rollouts_pass_their_own_and_fresh(
+    toy: Toy, honest: list[Sample], calibration: Calibration
+) -> None:
     fresh = toy.run(toy.drifted(1e-6, seed=2))
     for one in honest + fresh:
         assert judge(one.measures, calibration.thresholds).outcome is Outcome.PASS
@@ -106,7 +108,7 @@ def test_limits_in_float32(calibration: Calibration) -> None:
 
 @pytest.mark.parametrize(("relative", "caught"), [(0.03, 1.0), (0.005, 0.9), (0.002, 0.5)])
 def test_drifted_weights_fail(toy: Toy, calibration: Calibration, relative: float, caught: float) -> None:
-    """Activations a few per cent off are what weights a few versions old give; ten times less is still seen."""
+    """States a few per cent off are what weights a few versions old give; ten times less is still seen."""
     drifted = toy.run(toy.drifted(relative, seed=3))
     activation_only = [
         Measures([0.0] * s.measures.tokens, s.measures.chunks, [0.0] * s.measures.tokens) for s in drifted
@@ -117,7 +119,9 @@ def test_drifted_weights_fail(toy: Toy, calibration: Calibration, relative: floa
     assert {v.check for v in failing} == {Check.ACTIVATION}
 
 
-def test_forgeries_negations_and_scalings_fail(toy: Toy, honest: list[Sample], calibration: Calibration) -> None:
+def test_forgeries_negations_and_scalings_fail(
+    toy: Toy, honest: list[Sample], calibration: Calibration
+) -> None:
     proofs = [commit_many([factor * h for h in toy.hidden]) for factor in (-1.0, 0.99, 1.01, 0.0)]
     chunks = [distances_many(p, toy.hidden) for p in proofs]
     chunks += [[list(s.forged[name]) for s in honest] for name in ("constant", "dimension_mean")]
@@ -143,7 +147,10 @@ def test_what_a_calibration_says(honest: list[Sample], calibration: Calibration)
     assert counts.rollouts == len(honest) == 24 and counts.tokens == sum(s.measures.tokens for s in honest)
     assert counts.chunks == 26
     assert counts.false_positives_per_rollout == 3 / 24 and counts.false_positives_per_chunk == 3 / 26
-    assert set(calibration.honest) == set(SCORES) and set(calibration.forgeries) == {"constant", "dimension_mean"}
+    assert set(calibration.honest) == set(SCORES) and set(calibration.forgeries) == {
+        "constant",
+        "dimension_mean",
+    }
     assert calibration.honest["largest_margin"].maximum == max(s.measures.largest_margin for s in honest)
     assert calibration.honest["relative_error"].count == 26
 
@@ -202,7 +209,9 @@ def _set(*path: str) -> Callable[[dict[str, Any], Any], None]:
         (("false_positives",), {"rollout": 0.0, "chunk": 0.0}),
     ],
 )
-def test_an_edited_calibration_is_refused(calibration: Calibration, path: tuple[str, ...], value: object) -> None:
+def test_an_edited_calibration_is_refused(
+    calibration: Calibration, path: tuple[str, ...], value: object
+) -> None:
     document = json.loads(calibration.to_json())
     _set(*path)(document, value)
     with pytest.raises(ValueError):
@@ -272,7 +281,9 @@ def test_samples_must_agree(honest: list[Sample]) -> None:
             derive([dataclasses.replace(honest[0], forged=forged), *honest[1:]], setting=SETTING)
 
 
-@pytest.mark.parametrize(("events", "exact"), [(0, 2.996), (1, 4.744), (3, 7.754), (10, 16.962), (100, 118.079)])
+@pytest.mark.parametrize(
+    ("events", "exact"), [(0, 2.996), (1, 4.744), (3, 7.754), (10, 16.962), (100, 118.079)]
+)
 def test_poisson_bound_against_tables(events: int, exact: float) -> None:
     assert poisson_upper_bound(events) == pytest.approx(exact, rel=0.01)
 

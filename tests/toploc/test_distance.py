@@ -3,7 +3,16 @@ import pytest
 import torch
 from vectors import TENSORS, VECTORS, raw, tensor
 
-from toploc import ChunkDistance, MalformedProof, Proof, commit, decode, distances, distances_many, encode_points
+from toploc import (
+    ChunkDistance,
+    MalformedProof,
+    Proof,
+    commit,
+    decode,
+    distances,
+    distances_many,
+    encode_points,
+)
 from toploc.distance import NOTHING_MATCHES
 from toploc.field import P
 
@@ -98,7 +107,9 @@ def test_negated_scaled_and_constant_proofs(rows: int, size: int) -> None:
     assert negated.exponent_mismatches == 0 and negated.mantissa_mean == 0.0
     assert negated.sign_mismatches == points and negated.relative_error == 1.0
     for scale in (0.5, 0.97, 0.995, 1.005, 1.03, 2.0):
-        assert distances(commit(own * scale), own)[0].relative_error == pytest.approx(min(abs(scale - 1), 1), rel=0.5)
+        assert distances(commit(own * scale), own)[0].relative_error == pytest.approx(
+            min(abs(scale - 1), 1), rel=0.5
+        )
     size_of_entries = own.abs().reshape(-1).topk(points).values.median().item()
     for constant in (size_of_entries, -size_of_entries, 1.0):
         bits = torch.tensor([constant]).bfloat16().view(torch.int16).item() & 0xFFFF
@@ -134,14 +145,29 @@ def test_many_completions_score_as_each_alone() -> None:
     own = [hidden(n, 96, seed=n) for n in (1, 5, 40, 64, 2)]
     proofs = [commit(h * 1.01) for h in own]
     assert distances_many(proofs, own) == [distances(p, h) for p, h in zip(proofs, own, strict=True)]
-    assert [[c.rows for c in chunks] for chunks in distances_many(proofs, own)] == [[1], [5], [32, 8], [32, 32], [2]]
+    assert [[c.rows for c in chunks] for chunks in distances_many(proofs, own)] == [
+        [1],
+        [5],
+        [32, 8],
+        [32, 32],
+        [2],
+    ]
     assert distances_many([], []) == []
 
 
 def test_proofs_that_do_not_fit_the_rows() -> None:
     own = hidden(40, 16)
     good = decode(commit(own), rows=40)
-    for proof in (good[:1], good * 2, [], [good[0], "x"], [good[0], Proof(P, (1,))], commit(own)[:-1], 7, None):
+    for proof in (
+        good[:1],
+        good * 2,
+        [],
+        [good[0], "x"],
+        [good[0], Proof(P, (1,))],
+        commit(own)[:-1],
+        7,
+        None,
+    ):
         with pytest.raises(MalformedProof):
             distances(proof, own)  # type: ignore[arg-type]
     with pytest.raises(MalformedProof, match="modulus"):

@@ -65,7 +65,9 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("found", "check", "figure", "value", "limit"), FAULTS)
-def test_each_figure_fails_its_check(found: Measures, check: Check, figure: str, value: float, limit: float) -> None:
+def test_each_figure_fails_its_check(
+    found: Measures, check: Check, figure: str, value: float, limit: float
+) -> None:
     verdict = judge(found, LIMITS)
     assert (verdict.outcome, verdict.check, verdict.figure) == (Outcome.FAIL, check, figure)
     assert (verdict.value, verdict.limit) == (pytest.approx(value), pytest.approx(limit))
@@ -142,7 +144,9 @@ def test_measures_are_copies_that_cannot_be_written() -> None:
         (np.zeros((1, 3)), (GOOD_CHUNK,), np.zeros(3)),
     ],
 )
-def test_one_of_each_per_token(margins: np.ndarray, chunks: tuple[ChunkDistance, ...], gaps: np.ndarray) -> None:
+def test_one_of_each_per_token(
+    margins: np.ndarray, chunks: tuple[ChunkDistance, ...], gaps: np.ndarray
+) -> None:
     with pytest.raises(ValueError):
         Measures(margins, chunks, gaps)
 

@@ -45,7 +45,7 @@ def test_the_vectors_hold_tie_free_chunks() -> None:
 
 
 def test_prefill_and_decode_chunks_of_the_reference() -> None:
-    """This vector does not say which of the tied entries were taken: one of the choices must give its bytes."""
+    """The vector does not say which of the tied entries were taken: one choice must give its bytes."""
     vector, rows = VECTORS["v7_prefill_plus_decode"], tensor("v7_prefill_plus_decode")
     parts = [rows[:9], rows[9:13], rows[13:17], rows[17:20]]
     choices = []
@@ -127,7 +127,9 @@ def test_many_completions_give_the_bytes_of_each_alone() -> None:
 
 def test_rounding_is_nearest_even_once() -> None:
     half_even, half_odd = 1.0 + 2.0**-8, 1.0 + 3 * 2.0**-8
-    wide = torch.tensor([half_even, half_odd, half_even + 2.0**-40, -half_even - 2.0**-40], dtype=torch.float64)
+    wide = torch.tensor(
+        [half_even, half_odd, half_even + 2.0**-40, -half_even - 2.0**-40], dtype=torch.float64
+    )
     expected = [1.0, 1.0 + 2.0**-6, 1.0 + 2.0**-7, -1.0 - 2.0**-7]
     assert round_to_bf16(wide).double().tolist() == expected
     assert round_to_bf16(wide[:2].float()).double().tolist() == expected[:2]
@@ -153,7 +155,8 @@ def test_values_that_are_not_finite_in_bf16_are_refused(value: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "hidden", [torch.zeros(3), torch.zeros(0, 3), torch.zeros(3, 0), torch.zeros(2, 2, dtype=torch.int64), None]
+    "hidden",
+    [torch.zeros(3), torch.zeros(0, 3), torch.zeros(3, 0), torch.zeros(2, 2, dtype=torch.int64), None],
 )
 def test_unusable_hidden_states_are_refused(hidden: torch.Tensor) -> None:
     with pytest.raises(ValueError):
@@ -182,7 +185,9 @@ def test_modulus() -> None:
             injective_modulus(np.array(repeated))
 
 
-@pytest.mark.parametrize(("x", "y"), [([], []), ([1], []), ([-1], [0]), ([1], [-1]), ([1], [65536]), ([1, 1], [2, 2])])
+@pytest.mark.parametrize(
+    ("x", "y"), [([], []), ([1], []), ([-1], [0]), ([1], [-1]), ([1], [65536]), ([1, 1], [2, 2])]
+)
 def test_unusable_points_are_refused(x: list[int], y: list[int]) -> None:
     with pytest.raises(ValueError):
         encode_points(x, y)
@@ -245,7 +250,9 @@ def test_what_the_hidden_size_dictates() -> None:
         decode(ONE, rows=1, top_k=4, hidden_size=0)
 
 
-@pytest.mark.parametrize(("modulus", "coefficients"), [(0, (1,)), (P + 1, (1,)), (P, ()), (P, (P,)), (P, (-1,))])
+@pytest.mark.parametrize(
+    ("modulus", "coefficients"), [(0, (1,)), (P + 1, (1,)), (P, ()), (P, (P,)), (P, (-1,))]
+)
 def test_a_proof_object_is_always_well_formed(modulus: int, coefficients: tuple[int, ...]) -> None:
     with pytest.raises(MalformedProof):
         Proof(modulus, coefficients)
@@ -271,5 +278,7 @@ def test_any_input_is_parsed_exactly_or_malformed(data: object) -> None:
     assert isinstance(data, bytes | bytearray)
     assert b"".join(p.to_bytes() for p in proofs) == data
     hidden = torch.linspace(-2, 2, 40 * 8).reshape(40, 8)
-    for chunk in toploc.distances(proofs, hidden, top_k=4) if proofs[0].modulus == proofs[1].modulus == P else []:
+    for chunk in (
+        toploc.distances(proofs, hidden, top_k=4) if proofs[0].modulus == proofs[1].modulus == P else []
+    ):
         assert 0 <= chunk.exponent_mismatches <= 4 and 0.0 <= chunk.relative_error <= 1.0

@@ -34,13 +34,17 @@ def philox_integers(counter: tuple[int, ...], key: tuple[int, ...]) -> list[int]
 def noise_numpy(seed: int, position: int, vocab_size: int) -> np.ndarray:
     key = (seed & M, seed >> 32)
     words = [w for j in range(-(-vocab_size // 4)) for w in philox_integers((j, position, 0, 0), key)]
-    uniform = (np.array(words[:vocab_size], dtype=np.uint32).astype(np.float32) + np.float32(0.5)) * np.float32(2**-32)
+    uniform = (
+        np.array(words[:vocab_size], dtype=np.uint32).astype(np.float32) + np.float32(0.5)
+    ) * np.float32(2**-32)
     wide = np.minimum(uniform, np.float32(1 - 2**-24)).astype(np.float64)
     return (-np.log(-np.log1p(-wide))).astype(np.float32)
 
 
 @pytest.mark.parametrize(("counter", "key", "result"), PUBLISHED)
-def test_published_philox_vectors(counter: tuple[int, ...], key: tuple[int, ...], result: tuple[int, ...]) -> None:
+def test_published_philox_vectors(
+    counter: tuple[int, ...], key: tuple[int, ...], result: tuple[int, ...]
+) -> None:
     c, k = ([torch.tensor([v], dtype=torch.int64) for v in values] for values in (counter, key))
     assert tuple(int(w) for w in philox4x32((c[0], c[1], c[2], c[3]), (k[0], k[1]))) == result
     assert tuple(philox_integers(counter, key)) == result
@@ -77,7 +81,11 @@ def test_blocks_do_not_change_results(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = [i % 33 for i in range(9)]
 
     def everything() -> list[torch.Tensor]:
-        return [sample(logits, *keys, 0.7), margins(logits, tokens, *keys, 0.7), logprobs(logits, tokens, 0.7)]
+        return [
+            sample(logits, *keys, 0.7),
+            margins(logits, tokens, *keys, 0.7),
+            logprobs(logits, tokens, 0.7),
+        ]
 
     whole = everything()
     monkeypatch.setattr(sampling, "_BLOCK_CPU", 70)  # two rows at a time

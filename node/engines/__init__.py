@@ -1,0 +1,1 @@
+"""Engines: what turns leases into completions. One interface, several implementations."""
