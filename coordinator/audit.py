@@ -30,6 +30,11 @@ from .ledger.tables import allowlist, credits, events, groups, rollouts, verdict
 
 RUNS = "farflung-runs"
 LARGEST_MARGINS = 5
+_SHOWN = (
+    "id group_id slot fencing version node_id label lease_id problem_id group_state state code tokens reward price "
+    "token_identical attempts payload_hash blob position evidence evidence_position step staleness staleness_in_flight"
+).split()
+_CHUNK = "rows exponent_mismatches mantissa_mean mantissa_median sign_mismatches relative_error".split()
 OK, FINDING, USAGE = 0, 1, 2
 
 
@@ -186,18 +191,14 @@ def _show(tx: Connection, options: argparse.Namespace) -> tuple[dict[str, Any], 
         .join(allowlist, allowlist.c.id == rollouts.c.node_id, isouter=True)
         .where(rollouts.c.id == options.id)
     )
-    row = tx.execute(query).one_or_none()
+    row = tx.execute(query).mappings().one_or_none()
     if row is None:
         raise _Unusable(f"there is no rollout {options.id}")
-    decided = select(verdicts).where(verdicts.c.rollout_id == row.id).order_by(verdicts.c.id)
-    history = select(events).where(events.c.rollout_id == row.id).order_by(events.c.id)
-    paid = select(credits).where(credits.c.rollout_id == row.id).order_by(credits.c.sequence)
+    decided = select(verdicts).where(verdicts.c.rollout_id == row["id"]).order_by(verdicts.c.id)
+    history = select(events).where(events.c.rollout_id == row["id"]).order_by(events.c.id)
+    paid = select(credits).where(credits.c.rollout_id == row["id"]).order_by(credits.c.sequence)
     document = {
-        **{name: row[name] for name in ("id", "group_id", "slot", "fencing", "version", "node_id", "lease_id")},
-        **{name: row[name] for name in ("state", "code", "tokens", "reward", "token_identical", "price", "attempts")},
-        **{name: row[name] for name in ("payload_hash", "blob", "position", "evidence", "evidence_position")},
-        **{name: row[name] for name in ("step", "staleness", "staleness_in_flight", "problem_id", "group_state")},
-        "label": row["label"],
+        **{name: row[name] for name in _SHOWN},
         "verdicts": [_verdict(found, row) for found in tx.execute(decided)],
         "events": [
             {"at": e.at, "before": e.before, "after": e.after, "actor": e.actor, "detail": e.detail}
@@ -206,7 +207,7 @@ def _show(tx: Connection, options: argparse.Namespace) -> tuple[dict[str, Any], 
         "credits": [
             {"sequence": c.sequence, "kind": c.kind, "amount": c.amount, "at": c.at} for c in tx.execute(paid)
         ],
-    } if (row := row._mapping) else {}
+    }
     wrong = any(verdict["receipt"]["problems"] for verdict in document["verdicts"])
     return document, _in_words(document), FINDING if wrong else OK
 
@@ -228,7 +229,11 @@ def _verdict(row: Any, rollout: Any) -> dict[str, Any]:
         "failed": next((check["check"] for check in checks if check["holds"] is False), None),
         "tokens_with_margin": len(ranked),
         "largest_margins": [{"token": token, "margin": margin} for margin, token in ranked[:LARGEST_MARGINS]],
-        "chunks": [chunk for chunk in measures.get("chunks") or [] if isinstance(chunk, dict)],
+        "chunks": [
+            {name: _finite(chunk[name]) for name in _CHUNK if name in chunk}
+            for chunk in measures.get("chunks") or []
+            if isinstance(chunk, dict)
+        ],
         "largest_logprob_gap": _largest(measures.get("logprob_gaps") or []),
         "detail": str(measures.get("detail") or ""),
         "receipt": _receipt(row, rollout),
@@ -255,7 +260,7 @@ def _receipt(row: Any, rollout: Any) -> dict[str, Any]:
         receipt = open_document(row.receipt.encode(), "receipt", Receipt, key)
     except (ValidationError, Refusal) as error:
         return {"present": True, "problems": [f"unreadable or not signed: {str(error).splitlines()[0]}"]}
-    expected = {"rollout_id": row.rollout_id, "node_id": rollout["node_id"], "code": row.code}
+    expected = {"rollout_id": row.rollout_id, "node_id": rollout["node_id"], "code": row.code, "verdict": row.outcome}
     expected |= {"payload_hash": rollout["payload_hash"], "value": row.value, "limit": row.limit_value}
     problems = [
         f"{name}: the receipt says {getattr(receipt, name)}, the ledger {value}"
@@ -312,14 +317,14 @@ def _verdict_in_words(verdict: dict[str, Any]) -> list[str]:
         gap = verdict["largest_logprob_gap"]
         words.append(f"  largest log-probability gap {_figure(gap['gap'])} at token {gap['token']}")
     for number, chunk in enumerate(verdict["chunks"]):
-        names = ("rows", "exponent_mismatches", "mantissa_mean", "mantissa_median", "sign_mismatches", "relative_error")
-        parts = [f"{name.replace('_', ' ')} {_figure(chunk[name])}" for name in names if name in chunk]
+        parts = [f"{name.replace('_', ' ')} {_figure(value)}" for name, value in chunk.items()]
         words.append(f"  chunk {number}: {', '.join(parts)}")
     receipt = verdict["receipt"]
     if not receipt["present"]:
         return [*words, "  no receipt"]
     if "key" in receipt:
-        words.append(f"  receipt: {receipt['verdict']}, signed by {receipt['key']}, evidence {receipt['evidence_sha256']}")
+        words.append(f"  receipt: {receipt['verdict']}, signed by {receipt['key']}")
+        words.append(f"  evidence {receipt['evidence_sha256']}")
     return [*words, *(f"  receipt WRONG: {problem}" for problem in receipt["problems"])]
 
 

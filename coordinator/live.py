@@ -85,8 +85,10 @@ def _figures(overview: Overview) -> list[tuple[str, Text]]:
 
 def _nodes(nodes: Sequence[NodeReport]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-    for name in ("node", "state", "v", "tok/s", "accepted", "rejected"):
-        table.add_column(name, justify="left" if name in ("node", "state") else "right", no_wrap=name != "node")
+    table.add_column("node", overflow="ellipsis", no_wrap=True, min_width=8)
+    table.add_column("state", no_wrap=True)
+    for name in ("v", "tok/s", "accepted", "rejected"):
+        table.add_column(name, justify="right", no_wrap=True)
     table.add_column("last reason", overflow="fold")
     for node in nodes:
         label = Text(node.label or node.id[:SHORT_ID])

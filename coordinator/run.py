@@ -30,7 +30,7 @@ from shardcast.publish import publish
 from shardcast.store import ShardStore
 from shardcast.tensors import tensors_digest
 
-from . import tasks
+from . import seed, tasks
 from .config import ConfigError, RunConfig, dump, load
 from .ledger import training
 from .ledger.database import Ledger
@@ -89,6 +89,13 @@ class Run:
         """Name of version 0."""
         return version_name(0, self.spec.model.base_weights_digest)
 
+    @property
+    def calibration_path(self) -> Path:
+        """The calibration that holds for this run."""
+        if self.config.model.calibration:
+            return Path(self.config.model.calibration)
+        return Path(seed.__file__).parent / "calibration.json"
+
     def version_dir(self, name: str) -> Path:
         """Folder with the files of a version."""
         return self.path / "versions" / name
@@ -143,7 +150,7 @@ def create_run(path: Path, config: RunConfig) -> Run:
         raise RunError(f"{path} already holds a run; continue it with --resume, or choose another --dir")
     if path.exists() and any(path.iterdir()):
         raise RunError(f"{path} is not empty")
-    model = Path(config.model.path) if config.model.path else _seed_model()
+    model = Path(config.model.path) if config.model.path else seed.verify()
     spec = _spec(config, model)
     (path / "keys").mkdir(parents=True)
     key = Key.generate()
@@ -174,13 +181,6 @@ def open_run(path: Path) -> Run:
     key = Key.load(path / "keys" / "run.pem")
     spec = open_document((path / "spec.json").read_bytes(), SPEC, RunSpec, key.id)
     return Run(path, config, spec, key, (path / "keys" / "seed.key").read_bytes())
-
-
-def _seed_model() -> Path:
-    from . import seed
-
-    seed.verify()
-    return seed.model_dir()
 
 
 def _spec(config: RunConfig, model: Path) -> RunSpec:

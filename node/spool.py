@@ -12,7 +12,6 @@ import msgspec
 from protocol.completion import Completion
 
 
-
 class Spool:
     """One file per batch of completions, named by a counter; written durably before `put` returns."""
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from protocol.manifest import Canary, Manifest
 from protocol.reasons import Reason, Refusal
 from protocol.runspec import RunSpec
-from shardcast.download import FetchFailed
 from shardcast.client import LocalFailed
+from shardcast.download import FetchFailed
 from shardcast.fetch import SyncFetcher
 
 from .engines.base import Engine, EngineError, Request

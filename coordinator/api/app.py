@@ -21,7 +21,7 @@ from starlette.responses import PlainTextResponse
 
 from protocol.reasons import Reason, Refusal
 
-from .. import dashboard
+from ..dashboard import routes as dashboard
 from ..ledger import clock
 from ..run import Run
 from . import leases, nodes, rollouts, weights
@@ -76,7 +76,11 @@ def create_app(run: Run) -> FastAPI:
 
     for room in (nodes, leases, rollouts, weights):
         app.include_router(room.router(edge))
-    app.include_router(dashboard.router(lambda: dashboard.document(run.ledger, run.spec, time.time())))
+    app.include_router(
+        dashboard.router(
+            lambda: dashboard.document(run.ledger, run.spec, time.time()), stopping=lambda: edge.watch.closing
+        )
+    )
     return app
 
 
@@ -103,8 +107,9 @@ def serve(run: Run, host: str, port: int, ready: Any) -> None:
     """Serve until SIGTERM. `ready(url)` is called once the port is open."""
     listener = socket.create_server((host, port), backlog=512)
     url = f"http://{host}:{listener.getsockname()[1]}"
+    app = create_app(run)
     settings = uvicorn.Config(
-        create_app(run),
+        app,
         log_level="warning",
         access_log=False,
         server_header=False,
@@ -119,6 +124,9 @@ def serve(run: Run, host: str, port: int, ready: Any) -> None:
             await asyncio.sleep(0.02)
         if server.started:
             ready(url)
+        while not server.should_exit and not task.done():
+            await asyncio.sleep(0.05)
+        app.state.edge.watch.close()  # waiting requests are answered at once, so that nothing holds the server open
         await task
 
     asyncio.run(main())

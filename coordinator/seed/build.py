@@ -104,6 +104,8 @@ def _build(out: Path, seed: int, recipe: Recipe, questions: int) -> dict[str, An
     model = Qwen2ForCausalLM(_config())
     steps, loss = _train(model, codec, training_problems(seed, recipe), recipe)
     model.to(torch.bfloat16).save_pretrained(out)
+    for path in out.iterdir():
+        path.chmod(0o644)  # the weights come out of a temporary file, readable by its owner alone
     trained = time.process_time()
 
     # Evaluate the file, not the model that was rounded into it.
@@ -187,7 +189,11 @@ def _answer_loss(model: Any, codec: PromptCodec, batch: Sequence[Problem]) -> to
     ids, mask = _pad_left([prompt + answer for prompt, answer in zip(prompts, answers, strict=True)])
     width = max(map(len, answers))
     logits = model(
-        input_ids=ids, attention_mask=mask, position_ids=_positions(mask), logits_to_keep=width + 1, use_cache=False
+        input_ids=ids,
+        attention_mask=mask,
+        position_ids=_positions(mask),
+        logits_to_keep=width + 1,
+        use_cache=False,
     ).logits[:, :-1]
     lengths = torch.tensor([len(answer) for answer in answers])
     is_answer = torch.arange(width) >= width - lengths[:, None]

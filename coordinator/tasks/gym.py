@@ -61,15 +61,13 @@ def is_held_out(question: str) -> bool:
 
 
 class GymTasks:
-    """Data set `name` of reasoning-gym. `options` are fields of its configuration; its `seed` is not for callers.
+    """Data set `name` of reasoning-gym; `options` are fields of its configuration, all but `seed`, which is fixed.
 
     Raises UnknownTaskError, UnsafeScorerError, ValueError or TypeError for options that the data set refuses.
     The first instance in a process imports reasoning-gym: 1.5 CPU-seconds and 100 MB.
     """
 
     def __init__(self, name: str, seed: int, **options: Any) -> None:
-        if "seed" in options:
-            raise ValueError("the item seed is fixed: pass the run seed as `seed` of the task set")
         settings = {"size": _ITEMS, **_DEFAULTS.get(name, {}), **options}
         self._data = _create(name, settings)
         _refuse_unsafe_scorer(name, self._data)
@@ -116,8 +114,8 @@ class GymTasks:
 
         `gold` is that of a problem, or a bare entry with `answer` and, where the scorer reads it, `metadata`.
         Outcomes besides `correct`, `partial` and `wrong`: `truncated` (no end), `empty`, `too_long` (above
-        MAX_ANSWER_CHARS and longer than the gold's own answer), `scorer_error` (it raised, or gave no finite number), `gold_mismatch` (the gold is of
-        another version of this environment).
+        MAX_ANSWER_CHARS and longer than the gold's own answer), `scorer_error` (it raised, or gave no finite
+        number), `gold_mismatch` (the gold is of another version of this environment).
         """
         if text is None:
             return Score(0.0, 0.0, "truncated")
@@ -151,7 +149,14 @@ class GymTasks:
         return copy.deepcopy(entry) if entry["question"] == gold.get("question") else None
 
     def _item(self, stream: bytes, seed: str, index: int, attempt: int) -> int:
-        fields = (b"farflung/tasks/item/1", stream, self._name.encode(), seed.encode(), b"%d" % index, b"%d" % attempt)
+        fields = (
+            b"farflung/tasks/item/1",
+            stream,
+            self._name.encode(),
+            seed.encode(),
+            b"%d" % index,
+            b"%d" % attempt,
+        )
         framed = b"".join(len(field).to_bytes(4, "big") + field for field in fields)
         # 256 bits onto 31: the bias of the remainder is below 2^-224.
         return int.from_bytes(hashlib.sha256(framed).digest(), "big") % self._size

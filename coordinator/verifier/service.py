@@ -22,6 +22,7 @@ from toploc import Measures, Outcome, Thresholds, distances_many, judge
 from toploc.judge import ACTIVATION_FIGURES, Check
 
 from ..ledger import credits, leases, tables, training, verdicts
+from ..ledger.database import get_meta
 from ..ledger.states import RolloutState
 from ..ledger.verdicts import MAX_ATTEMPTS, Decision, Job
 from ..policy import DTYPES, Versions
@@ -276,7 +277,11 @@ class Verifier:
             last = tx.execute(
                 tables.evaluations.select().order_by(tables.evaluations.c.version.desc()).limit(1)
             ).one_or_none()
-        if newest is None or (last is not None and newest[0] < last.version + every):
+            asked = get_meta(tx, "evaluate")
+        if newest is None:
+            return False
+        due = last is None or newest[0] >= last.version + every
+        if not due and (asked is None or asked != newest[0] or asked == last.version):
             return False
         self.evaluate(newest[0])
         return True
