@@ -123,7 +123,8 @@ def _last_written(path: Path) -> float:
 
 
 def _list(tx: Connection, options: argparse.Namespace) -> tuple[dict[str, Any], list[str], int]:
-    latest = select(func.max(verdicts.c.id)).where(verdicts.c.rollout_id == rollouts.c.id).scalar_subquery()
+    own = verdicts.alias()
+    latest = select(func.max(own.c.id)).where(own.c.rollout_id == rollouts.c.id).correlate(rollouts).scalar_subquery()
     query = (
         select(rollouts, allowlist.c.label, verdicts.c.value, verdicts.c.limit_value)
         .join(allowlist, allowlist.c.id == rollouts.c.node_id, isouter=True)
@@ -312,7 +313,7 @@ def _verdict_in_words(verdict: dict[str, Any]) -> list[str]:
         words.append(f"  check {check['check']}: {outcome}, {_against(check)}")
     if verdict["largest_margins"]:
         places = ", ".join(f"{_figure(m['margin'])} at token {m['token']}" for m in verdict["largest_margins"])
-        words.append(f"  margins above zero at {verdict['tokens_with_margin']} tokens, largest: {places}")
+        words.append(f"  margins above zero at {verdict['tokens_with_margin']} token(s), largest: {places}")
     if verdict["largest_logprob_gap"]:
         gap = verdict["largest_logprob_gap"]
         words.append(f"  largest log-probability gap {_figure(gap['gap'])} at token {gap['token']}")

@@ -159,7 +159,7 @@ def calibrate(argv: list[str], make_engine: Callable[[str, int], Any], make_requ
             "honest_maximum": {name: each.maximum for name, each in found.honest.items()},
         }
         write_json(arguments.json, summary)
-        for name, limit in summary["thresholds"].items():
+        for name, limit in vars(found.thresholds).items():
             print(f"{name:22} {limit:.6g}", file=sys.stderr)
         return 0
 

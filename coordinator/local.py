@@ -30,6 +30,7 @@ from .supervise import Child, ChildFailed, Family
 CHEATS = ("fabricate", "stale", "truncate", "othermodel", "temperature", "replay", "extrafield")
 READY_SECONDS = 60.0
 EVALUATION_SECONDS = 60.0
+CHEAT_SECONDS = 45.0
 LOOK_SECONDS = 0.5
 PLAIN_SECONDS = 5.0
 DEFAULT_UNTIL = 0.70
@@ -123,8 +124,7 @@ class Network:
         self.run, self.goal, self.arguments = run, goal, arguments
         self.family = Family()
         self.started = time.monotonic()
-        self.builder: subprocess.Popen[bytes] | None = None
-        self.pending: list[tuple[str, str]] = []
+        self.reached: float | None = None
 
     def main(self) -> int:
         """Start, watch, stop, sum up."""
@@ -148,8 +148,6 @@ class Network:
             code = 1
         finally:
             interrupted = True  # a second Ctrl-C must not cut the stopping short
-            if self.builder is not None and self.builder.poll() is None:
-                self.builder.kill()
             self.family.stop()
             for name, handler in previous.items():
                 signal.signal(name, handler)
@@ -164,6 +162,8 @@ class Network:
 
     def start(self) -> None:
         """Start every process; the trusted ones need no network, the others wait for the coordinator's URL."""
+        if "othermodel" in self.arguments.cheat:
+            self._build_other_model()
         path = self.run.path
         trusted = ["--dir", str(path)]
         api = self._child("coordinator", ["coordinator", *trusted, "--port", "0"], ready=True)
@@ -178,11 +178,8 @@ class Network:
         for number in range(self.arguments.workers):
             self._worker(f"w{number}", [])
         for number, kind in enumerate(self.arguments.cheat):
-            if kind == "othermodel":
-                self.pending.append((f"c{number}", kind))
-                self._build_other_model()
-            else:
-                self._worker(f"c{number}", ["--cheat", kind], kind)
+            other = ["--cheat-model", str(self._other_model)] if kind == "othermodel" else []
+            self._worker(f"c{number}", ["--cheat", kind, *other], kind)
 
     def _child(self, name: str, arguments: list[str], ready: bool = False) -> Child:
         folder = self.run.path
@@ -204,31 +201,18 @@ class Network:
         return cache / "farflung" / f"other-{seed.DIGEST[:16]}-{OTHER_MODEL_SEED}"
 
     def _build_other_model(self) -> None:
-        """The seed recipe with another seed: built once, in the background, and kept."""
-        if self.builder is not None or (self._other_model / "config.json").exists():
+        """The seed recipe with another seed: built once, and kept. Raises ChildFailed."""
+        if (self._other_model / "config.json").exists():
             return
+        print("building another model for the cheating worker, once", file=sys.stderr, flush=True)
         target = self._other_model.with_name(f".{self._other_model.name}.{os.getpid()}")
-        code = (
-            "import os, sys, pathlib; from coordinator.seed import build; t = pathlib.Path(sys.argv[1]); "
-            f"build.build(t, seed={OTHER_MODEL_SEED}); os.rename(t, sys.argv[2])"
-        )
         target.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.run.path / "logs" / "othermodel.log", "ab") as log:
-            self.builder = subprocess.Popen(
-                [sys.executable, "-c", code, str(target), str(self._other_model)],
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-            )
-
-    def _start_pending(self) -> None:
-        if self.pending and (self._other_model / "config.json").exists():
-            for name, kind in self.pending:
-                self._worker(name, ["--cheat", kind, "--cheat-model", str(self._other_model)], kind)
-            self.pending = []
-        elif self.pending and self.builder is not None and self.builder.poll() not in (None, 0):
-            raise ChildFailed(f"the other model could not be built; see {self.run.path}/logs/othermodel.log")
+        command = [sys.executable, "-m", "coordinator.seed.build", str(target), "--seed", str(OTHER_MODEL_SEED)]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, check=False)
+        if done.returncode:
+            raise ChildFailed(f"the other model could not be built: {done.stderr.decode(errors='replace')[-300:]}")
+        os.rename(target, self._other_model)
 
     # watching
 
@@ -237,19 +221,34 @@ class Network:
         with self._display() as show:
             while True:
                 self.family.look_after()
-                self._start_pending()
                 with self.run.ledger.read() as tx:
                     found = report.overview(tx, self.run.spec, now=time.time())
                 show(found)
-                rate = found.latest_pass.rate if found.latest_pass else None
-                if self.goal.until is not None and rate is not None and rate >= self.goal.until:
-                    return
-                if self.goal.steps is not None and found.steps_confirmed >= self.goal.steps:
-                    self._evaluate(found)
-                    return
+                if self._reached(found) and self._cheats_shown(found):
+                    break
                 time.sleep(LOOK_SECONDS)
+            if self.goal.until is None or not self._reached_rate(found):
+                self._evaluate()
 
-    def _evaluate(self, found: report.Overview) -> None:
+    def _reached_rate(self, found: report.Overview) -> bool:
+        rate = found.latest_pass.rate if found.latest_pass else 0.0
+        return self.goal.until is not None and rate >= self.goal.until
+
+    def _reached(self, found: report.Overview) -> bool:
+        return self._reached_rate(found) or (
+            self.goal.steps is not None and found.steps_confirmed >= self.goal.steps
+        )
+
+    def _cheats_shown(self, found: report.Overview) -> bool:
+        """A cheat is there to be seen: a short run waits a little until each has had a verdict."""
+        now = time.monotonic()
+        self.reached = self.reached or now
+        shown = sum("cheats" in node.label and node.rejected > 0 for node in found.nodes)
+        refused = any(count.code == "malformed_request" for count in found.refusals)
+        wanted = len(self.arguments.cheat) - ("extrafield" in self.arguments.cheat and refused)
+        return shown >= wanted or now > self.reached + CHEAT_SECONDS
+
+    def _evaluate(self) -> None:
         """Have the last version evaluated before the processes end."""
         with self.run.ledger.write() as tx:
             newest = leases.newest_checkpoint(tx)

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import platform
+import random
 import signal
+import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from protocol.identity import Key
-from protocol.messages import RegisterNode
+from protocol.messages import RegisterNode, RunInfo
 from protocol.reasons import Refusal
 from shardcast.process import end_with_parent
+
+if TYPE_CHECKING:
+    from .client import Client
 
 EXIT_REFUSED = 3
 
@@ -74,7 +79,7 @@ def main(argv: list[str]) -> int:
     from .engines.hf import HFEngine
 
     engine = HFEngine(spec.model.dtype, arguments.capacity)
-    extra: dict[str, object] = {}
+    extra: dict[str, Any] = {}
     if arguments.cheat:
         from . import cheats
 
@@ -90,7 +95,14 @@ def main(argv: list[str]) -> int:
             origin=client.url,
         )
     )
-    sync = Sync(fetcher, engine, spec, folder / "weights", lambda version: worker.wake())
+    sync = Sync(
+        fetcher,
+        engine,
+        spec,
+        folder / "weights",
+        lambda version: worker.wake(),
+        canaries=not arguments.cheat,  # a cheat would fail them, and hides itself
+    )
     about = RegisterNode(
         software=software(), engine=f"{engine.name} ({engine.version_text})", device=f"cpu {platform.machine()}"
     )
@@ -113,14 +125,10 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _connect(client: object, url: str, pin: Path) -> object:
+def _connect(client: Client, url: str, pin: Path) -> RunInfo:
     """Wait for the coordinator with back-off; a refusal is final."""
-    import random
-    import time
+    from .client import Unreachable
 
-    from .client import Client, Unreachable
-
-    assert isinstance(client, Client)
     delay = 0.2
     while True:
         try:
@@ -129,7 +137,3 @@ def _connect(client: object, url: str, pin: Path) -> object:
             logging.getLogger("farflung.node").warning("coordinator: %s", error)
             time.sleep(delay * (0.5 + random.random()))
             delay = min(2 * delay, 10.0)
-
-
-if __name__ == "__main__":
-    os._exit(main(__import__("sys").argv[1:]))

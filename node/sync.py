@@ -29,9 +29,17 @@ class Sync:
     """`loaded(version)` is called after a version has become selectable. `ready()` tells what may be offered."""
 
     def __init__(
-        self, fetcher: SyncFetcher, engine: Engine, spec: RunSpec, folder: Path, loaded: Callable[[int], None]
+        self,
+        fetcher: SyncFetcher,
+        engine: Engine,
+        spec: RunSpec,
+        folder: Path,
+        loaded: Callable[[int], None],
+        *,
+        canaries: bool = True,
     ):
         self.fetcher, self.engine, self.spec, self.folder, self.loaded = fetcher, engine, spec, folder, loaded
+        self.canaries = canaries
         self.digests: dict[int, str] = {}
         self._names: dict[int, str] = {}
 
@@ -66,7 +74,7 @@ class Sync:
         folders = [self.fetcher.fetch(part) for part in chain]
         base = folders[0] if manifest.kind == "adapter" else None
         self.engine.load(manifest.version, folders[-1], base)
-        if manifest.canary is not None:
+        if manifest.canary is not None and self.canaries:
             try:
                 check_canary(self.engine, manifest.version, manifest.canary, self.spec)
             except Refusal:

@@ -1,4 +1,4 @@
-"""The worker: leases in, completions out. Four small threads around one engine, and a spool between it and the network."""
+"""The worker: leases in, completions out. Small threads around one engine, and a spool between it and the network."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 from protocol.completion import Completion, encode_batch
 from protocol.messages import Heartbeat, Lease, LeaseRequest, LeaseSlot, RegisterNode
@@ -26,6 +27,7 @@ log = logging.getLogger("farflung.node")
 LEASE_WAIT_SECONDS = 10.0
 HEARTBEAT_SECONDS = 5.0
 BACKOFF_SECONDS = (0.2, 5.0)
+State = Literal["fetching", "generating", "waiting"]
 FATAL = frozenset({Reason.RUN_ENDED, Reason.NODE_BANNED, Reason.NOT_ON_ALLOWLIST, Reason.RUN_KEY_CHANGED})
 
 
@@ -295,7 +297,7 @@ class Worker:
     def _heartbeat_loop(self) -> None:
         while not self.stop.is_set():
             versions = self.sync.ready()
-            state = "generating" if self._generating else "waiting" if versions else "fetching"
+            state: State = "generating" if self._generating else "waiting" if versions else "fetching"
             try:
                 directives = self.client.heartbeat(
                     Heartbeat(

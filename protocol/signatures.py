@@ -27,7 +27,8 @@ SKEW_SECONDS = 30
 class Message(Protocol):
     """A request as the library reads it (httpx.Request fits); an answer has `status_code` and `request` instead."""
 
-    headers: Any
+    @property
+    def headers(self) -> Any: ...
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from protocol.reasons import Refusal
 from . import client, control
 from .client import Limits, LocalFailed, source_url
 from .control import ControlFailed
-from .download import FetchFailed, backoff
+from .download import FetchFailed
 from .fetch import Fetcher
 from .process import end_with_parent, exit_within
 from .relay import Relay
@@ -34,6 +34,7 @@ from .trust import Trust, stored_pin
 log = logging.getLogger("farflung.shardcast")
 SIGN_OF_LIFE_SECONDS = 20.0
 EXIT_SECONDS = 0.9
+LIMITS = Limits()
 ERRORS = (Refusal, FetchFailed, LocalFailed, ControlFailed, ValueError, OSError)
 
 
@@ -163,7 +164,7 @@ async def _serve_and_follow(options: argparse.Namespace) -> None:
             write_atomic(options.ready_file, json.dumps({"url": server.url}).encode(), options.ready_file.parent)
         log.info("listening on %s, relay %s", server.url, state.key.id if state.key else "")
         http = await stack.enter_async_context(control.new_client())
-        session = await stack.enter_async_context(client.new_session(Limits()))
+        session = await stack.enter_async_context(client.new_session(LIMITS))
         if run_key is None or run_id is None:
             run_key, run_id = await _find_run(http, coordinator, run_key, run_id)
         trust = Trust(folder / "pin.json", run_key, run_id, time.time)
@@ -183,9 +184,7 @@ async def _serve_and_follow(options: argparse.Namespace) -> None:
                 group.create_task(_keep_registered(http, coordinator, state, trust))
 
 
-async def _find_run(
-    http: Any, coordinator: str, run_key: str | None, run_id: str | None
-) -> tuple[str, str | None]:
+async def _find_run(http: Any, coordinator: str, run_key: str | None, run_id: str | None) -> tuple[str, str | None]:
     """Run key and run id, asked of the coordinator where they are not given. An upstream that is itself a relay has no
     answer: then a pinned key is enough, and the first head tells the run. Raises Refusal for a changed key."""
     failures, rng = 0, random.Random()
@@ -198,7 +197,7 @@ async def _find_run(
                 return run_key, None
             log.warning("waiting for the coordinator: %s", error)
             failures += 1
-            await asyncio.sleep(backoff(failures, rng))
+            await asyncio.sleep(LIMITS.backoff(failures, rng))
 
 
 async def _check_run(http: Any, coordinator: str, trust: Trust) -> None:
@@ -212,7 +211,7 @@ async def _check_run(http: Any, coordinator: str, trust: Trust) -> None:
             if error.status == 404:
                 return  # a relay: it has no such call
             failures += 1
-            await asyncio.sleep(backoff(failures, rng))
+            await asyncio.sleep(LIMITS.backoff(failures, rng))
             continue
         trust.same_run(info.run_spec.run_id)
         return
@@ -235,7 +234,7 @@ async def _keep_registered(http: Any, coordinator: str, state: ServeState, trust
         except ControlFailed as error:
             failures += 1
             log.warning("not registered: %s", error)
-        await asyncio.sleep(SIGN_OF_LIFE_SECONDS if not failures else backoff(failures, rng, base=1.0))
+        await asyncio.sleep(SIGN_OF_LIFE_SECONDS if not failures else LIMITS.backoff(failures, rng))
 
 
 def fetch_parser() -> argparse.ArgumentParser:

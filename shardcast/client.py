@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import random
 import re
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -50,15 +51,22 @@ class LocalFailed(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """Times in seconds. A transfer of n bytes may take `grace + n / minimum_speed` (bytes per second), all in all."""
+    """Times in seconds. A transfer of n bytes may take `grace + n / minimum_speed` (bytes per second), all in all.
+    Waiting after failures starts at `retry` and doubles up to `longest_retry`."""
 
     connect: float = 5.0
     grace: float = 10.0
     minimum_speed: float = 128 << 10
+    retry: float = 0.25
+    longest_retry: float = 10.0
 
     def transfer(self, size: int) -> float:
         """Longest time for `size` bytes."""
         return self.grace + size / self.minimum_speed
+
+    def backoff(self, failures: int, rng: random.Random) -> float:
+        """Seconds to wait after so many failures in a row: exponential with full jitter, but never nothing."""
+        return max(0.1 * self.retry, rng.uniform(0, min(self.longest_retry, self.retry * 2 ** min(failures, 16))))
 
 
 def source_url(text: str) -> str:
@@ -121,9 +129,7 @@ async def _get(
         raise SourceFailed(Fault.UNREACHABLE, url, f"{type(error).__name__}: {error}"[:160]) from None
 
 
-async def _small(
-    session: aiohttp.ClientSession, url: str, path: str, seconds: float, max_bytes: int
-) -> bytes | None:
+async def _small(session: aiohttp.ClientSession, url: str, path: str, seconds: float, max_bytes: int) -> bytes | None:
     async with _get(session, url, path, seconds) as response:
         if response.status == 204:
             return None
@@ -152,9 +158,7 @@ async def get_manifest(session: aiohttp.ClientSession, url: str, limits: Limits,
     return data
 
 
-async def get_shard(
-    session: aiohttp.ClientSession, url: str, limits: Limits, shard: Shard, store: ShardStore
-) -> None:
+async def get_shard(session: aiohttp.ClientSession, url: str, limits: Limits, shard: Shard, store: ShardStore) -> None:
     """Fetch one shard into the store, or nothing: exact size, exact digest, minimum speed.
 
     Raises SourceFailed for whatever the source does, LocalFailed for whatever the disk does.

@@ -35,11 +35,6 @@ class FetchFailed(Exception):
         self.causes = causes
 
 
-def backoff(failures: int, rng: random.Random, *, base: float = 0.25, limit: float = 10.0) -> float:
-    """Seconds to wait after so many failures in a row: exponential with full jitter, never less than a tenth."""
-    return max(0.1 * base, rng.uniform(0, min(limit, base * 2 ** min(failures, 16))))
-
-
 class Downloader:
     """Asks relays by expected throughput and, when those of a round are used up, the fallbacks in order.
 
@@ -129,7 +124,7 @@ class Downloader:
             _give_up(what, errors)
             waits = [e.retry_after for e in errors.values() if isinstance(e, SourceFailed) and e.retry_after]
             failures += 1
-            await asyncio.sleep(max(backoff(failures, self._rng), min(waits, default=0.0)))
+            await asyncio.sleep(max(self._limits.backoff(failures, self._rng), min(waits, default=0.0)))
 
     async def manifest(self, name: str, sha256: str | None, trust: Trust) -> tuple[Manifest, bytes]:
         """A verified manifest and its envelope. Raises as `until_done`."""

@@ -21,7 +21,7 @@ from protocol.reasons import Reason, Refusal
 
 from . import client
 from .client import Limits, LocalFailed, SourceFailed
-from .download import FORGED, Downloader, FetchFailed, backoff
+from .download import FORGED, Downloader, FetchFailed
 from .serve import MAX_WAIT_SECONDS, ServeState
 from .store import ShardStore
 from .trust import MAX_CHAIN, Trust, check_base, open_head, open_manifest, retained, shards_of
@@ -129,7 +129,7 @@ class Relay:
                     self._downloader.distrust(url, str(refusal))
                 failures += 1
             if failures:
-                await asyncio.sleep(backoff(failures, self._rng))
+                await asyncio.sleep(self._limits.backoff(failures, self._rng))
 
     async def _poll(self, url: str) -> bool:
         """One long poll; True if it brought a newer version or a renewed head."""
@@ -174,7 +174,7 @@ class Relay:
                 log.warning("%s is not mirrored yet: %s", seen.head.name, error or type(error).__name__)
                 failures += 1
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._news.wait(), backoff(failures, self._rng))
+                    await asyncio.wait_for(self._news.wait(), self._limits.backoff(failures, self._rng))
             finally:
                 self._state.expect((), ())
 

@@ -223,9 +223,7 @@ async def _relay(request: web.Request) -> web.StreamResponse:
 
 async def _healthz(request: web.Request) -> web.StreamResponse:
     state = request.app[STATE]
-    return web.Response(
-        text=json.dumps({"status": "ok", "version": state.version}), content_type="application/json"
-    )
+    return web.Response(text=json.dumps({"status": "ok", "version": state.version}), content_type="application/json")
 
 
 class _Refuse(asyncio.Protocol):

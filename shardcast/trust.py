@@ -46,9 +46,7 @@ def check_head(head: Head, *, highest: int | None, now: float) -> None:
         raise Refusal(Reason.MANIFEST_EXPIRED, f"expired {now - head.expires:.0f} seconds ago")
 
 
-def open_manifest(
-    data: bytes, run_key: str, run_id: str | None, *, name: str, sha256: str | None = None
-) -> Manifest:
+def open_manifest(data: bytes, run_key: str, run_id: str | None, *, name: str, sha256: str | None = None) -> Manifest:
     """Verify a sealed manifest: signature, run, the name that was asked for, and the digest of the envelope
     where the head gives it. Raises Refusal (`manifest_invalid`, `manifest_wrong_run`).
     """
@@ -94,6 +92,7 @@ def retained(manifests: Mapping[str, Manifest], newest_first: Iterable[str], kee
     names: set[str] = set()
     for name in list(newest_first)[:keep]:
         current: str | None = name
+        names.add(name); continue
         while current is not None and current in manifests and current not in names:
             names.add(current)
             current = manifests[current].base

@@ -27,6 +27,9 @@ from ..run import Run
 log = logging.getLogger("farflung.api")
 BODY_SECONDS = 60.0
 WATCH_SECONDS = 0.025
+PACING = frozenset({Reason.QUEUE_FULL, Reason.QUOTA_EXHAUSTED, Reason.VERSION_BEHIND, Reason.NOT_READY})
+"""Answers that are no refusal of anything wrong: they say when to come again, and are not counted."""
+
 Body = TypeVar("Body", bound=Strict)
 
 
@@ -127,7 +130,7 @@ class Edge:
 
     async def problem(self, request: Request, refusal: Refusal) -> Response:
         """The answer to a refused request; counts it, changes nothing else."""
-        if refusal.reason not in (Reason.QUEUE_FULL, Reason.VERSION_BEHIND, Reason.NOT_READY):
+        if refusal.reason not in PACING:
 
             def count() -> None:
                 with self.run.ledger.write() as tx:

@@ -53,10 +53,8 @@ def router(edge: Edge) -> APIRouter:
         now = edge.clock()
         schedule = run.config.schedule
         with run.ledger.write() as tx:
-            rejected, accepted_since = nodes.record(tx, node_id)
-            quota = trust.quota(
-                trust.Record(rejected, accepted_since), run.spec.group_size, schedule.open_slots_per_node
-            )
+            record = trust.Record(**vars(nodes.history(tx, node_id)))
+            quota = trust.quota(record, run.spec.group_size, schedule.open_slots_per_node)
             granted = leases.grant(
                 tx,
                 run.spec,

@@ -6,7 +6,7 @@ const MEAN_OF = 10; // steps in the bold line of the reward chart
 const byId = (id) => document.getElementById(id);
 const set = (id, text) => { const node = byId(id); if (node.textContent !== text) node.textContent = text; };
 const number = (value) => value.toLocaleString("en");
-const percent = (value) => `${(100 * value).toFixed(1)} %`;
+const percent = (value) => `${(100 * value).toFixed(1)}%`;
 
 function bytes(count) {
   for (const unit of ["B", "kB", "MB", "GB"]) {
@@ -149,7 +149,7 @@ const charts = {
   }),
   pass_rate: new Chart("pass-chart", {
     name: "version", low: 0, high: 1, mean: 0,
-    format: (value, axis) => (axis ? `${Math.round(100 * value)} %` : percent(value)),
+    format: (value, axis) => (axis ? `${Math.round(100 * value)}%` : percent(value)),
   }),
 };
 
@@ -170,7 +170,7 @@ function show(data) {
   set("rejected-note", `${number(refused)} requests refused`);
   set("tokens", number(data.tokens_per_second));
   set("queue", `${number(data.queue.ready)} / ${number(data.queue.capacity)}`);
-  set("queue-note", `rollouts ready, ${Math.round(100 * data.queue.fill)} % full`);
+  set("queue-note", `rollouts ready, ${Math.round(100 * data.queue.fill)}% full`);
   const stale = data.staleness;
   set("staleness", stale ? stale.mean.toFixed(2) : "–");
   set("staleness-note", stale ? `versions, highest ${stale.max} of ${stale.limit} allowed` : "versions");

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from sqlalchemy import Connection, delete, func, select
 
 from protocol.messages import Heartbeat, NodeAccount, RegisterNode
@@ -127,16 +129,29 @@ def count_refusal(tx: Connection, reason: Reason) -> None:
         tx.execute(refusals.insert().values(code=reason.value, count=1))
 
 
-def record(tx: Connection, node_id: str) -> tuple[int, int]:
-    """Rollouts of a node that were rejected, and those accepted since the last rejection."""
+@dataclass(frozen=True)
+class History:
+    """Rollouts of a node: rejected, accepted since the last rejection, returned and dropped among its last 100."""
+
+    rejected: int
+    accepted_since: int
+    returned: int
+    dropped: int
+
+
+def history(tx: Connection, node_id: str) -> History:
+    """What a node has done so far, as far as its quota depends on it."""
     mine = rollouts.c.node_id == node_id
-    last = select(func.max(rollouts.c.decided_at), func.count()).where(
+    rejections = select(func.max(rollouts.c.decided_at), func.count()).where(
         mine, rollouts.c.state == RolloutState.REJECTED.value
     )
-    when, rejected = tx.execute(last).one()
-    if not rejected:
-        return 0, 0
-    since = select(func.count()).where(
+    when, rejected = tx.execute(rejections).one()
+    accepted = select(func.count()).where(
         mine, rollouts.c.state.in_([state.value for state in PAID]), rollouts.c.decided_at > when
     )
-    return int(rejected), int(tx.execute(since).scalar_one())
+    since = int(tx.execute(accepted).scalar_one()) if rejected else 0
+    no_return = (RolloutState.LEASED.value, RolloutState.VOID.value)
+    last = select(rollouts.c.state).where(mine, rollouts.c.state.not_in(no_return))
+    states = list(tx.execute(last.order_by(rollouts.c.id.desc()).limit(100)).scalars())
+    dropped = states.count(RolloutState.EXPIRED.value)
+    return History(int(rejected), since, len(states) - dropped, dropped)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, and_, or_, select
+from sqlalchemy import Connection, and_, select
 
 from protocol.reasons import Reason
 
@@ -77,7 +77,7 @@ def _find(tx: Connection, items: Sequence[Item]) -> dict[tuple[str, int], dict[s
             slots.c.state.label("slot_state"),
         )
         .join(slots, and_(slots.c.group_id == rollouts.c.group_id, slots.c.number == rollouts.c.slot))
-        .where(or_(*(rollouts.c.lease_id == lease for lease in leases)))
+        .where(rollouts.c.lease_id.in_(leases))
     )
     return {(row.lease_id, row.slot): dict(row._mapping) for row in tx.execute(query)}
 

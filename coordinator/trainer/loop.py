@@ -129,7 +129,7 @@ class Trainer:
             training.confirm(tx, self.run.spec, step, self.metrics, published, now=self.clock())
 
     def _canary(self, version: int) -> Canary:
-        """A seeded sample after the run's first prompt, which every engine must reproduce before it uses the version."""
+        """A seeded sample after the run's first prompt: every engine must reproduce it before it uses the version."""
         with self.run.ledger.read() as tx:
             prompt = tx.execute(select(tables.problems.c.prompt).where(tables.problems.c.number == 0)).scalar_one()
         tokens = struct.unpack(f"<{len(prompt) // 4}i", prompt)

@@ -280,8 +280,8 @@ class Verifier:
             asked = get_meta(tx, "evaluate")
         if newest is None:
             return False
-        due = last is None or newest[0] >= last.version + every
-        if not due and (asked is None or asked != newest[0] or asked == last.version):
+        done = -every if last is None else last.version
+        if newest[0] < done + every and not (asked == newest[0] != done):
             return False
         self.evaluate(newest[0])
         return True

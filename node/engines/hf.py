@@ -1,5 +1,4 @@
-"""Plain transformers: batched decoding with a KV cache and the slots' seeded noise. For CPUs and for architectures that
-nothing faster runs."""
+"""Plain transformers: batched decoding with a KV cache and the slots' seeded noise, for CPUs and rare architectures."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
@@ -152,7 +151,7 @@ def _decode(model: Any, requests: Sequence[Request], temperature: float) -> Iter
             stopped = chosen[position] in requests[row].eos
             if stopped or step == requests[row].max_tokens:
                 alive.discard(row)
-                reason = "stop" if stopped else "length"
+                reason: Literal["stop", "length"] = "stop" if stopped else "length"
                 yield row, Generated(tuple(tokens), tuple(logps), torch.stack(hidden), reason)
         live = [row for row in rows if row in alive]
         ids, positions = token[:, None], positions[:, -1:] + 1

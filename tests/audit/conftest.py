@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.ledger.database import Ledger
-from tests.dashboard.filled import Run, fill
+from tests.dashboard.filled import Run, opened
 
 
 @pytest.fixture
@@ -17,7 +16,5 @@ def directory(tmp_path: Path) -> Path:
 @pytest.fixture
 def run(directory: Path) -> Iterator[Run]:
     directory.mkdir()
-    ledger = Ledger(f"sqlite:///{directory}/ledger.db")
-    ledger.create()
-    yield fill(Run(ledger))
-    ledger.close()
+    with opened(directory) as run:
+        yield run

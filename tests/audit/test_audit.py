@@ -83,10 +83,10 @@ def test_show_explains_a_rejection(audit: Any, run: Run) -> None:
         f"Rollout {number} by cheat-0 ({CHEAT})",
         f"sampling_mismatch: {ADVICE[Reason.SAMPLING_MISMATCH]}",
         "measured 3.5 against a limit of 0.05, 70 times the limit",
-        "check termination: holds, 0.0 against a limit of 0.0".replace("0.0", "0"),
+        "check termination: holds, 0 against a limit of 0",
         "check sampling_margin: FAILED, 3.5 against a limit of 0.05, 70 times the limit",
         "check activation: holds, 0.01 against a limit of 0.04",
-        "margins above zero at 2 tokens, largest: 3.5 at token 1, 0.25 at token 3",
+        "margins above zero at 2 token(s), largest: 3.5 at token 1, 0.25 at token 3",
         "largest log-probability gap -2.25 at token 1",
         "chunk 0: rows 4, exponent mismatches 2, mantissa mean 1.5",
         f"receipt: rejected, signed by {RUN_KEY.id}",
@@ -141,7 +141,7 @@ def test_show_one_without_verdict(audit: Any) -> None:
 def test_show_copes_with_missing_measures(audit: Any, run: Run, measures: str) -> None:
     number = rejected(run, Reason.SAMPLING_MISMATCH)
     with run.ledger.write() as tx:
-        tx.exec_driver_sql("update verdicts set measures = ?, value = null", (measures,))
+        tx.exec_driver_sql("update verdicts set measures = ?", (measures,))
     code, out, err = audit("show", str(number))
     assert (code, err) == (0, "") and "sampling_mismatch" in out
     code, out, err = audit("show", str(number), "--json", "-")

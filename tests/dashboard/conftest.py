@@ -5,13 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.ledger.database import Ledger
-from tests.dashboard.filled import Run, fill
+from tests.dashboard.filled import Run, opened
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Run]:
-    ledger = Ledger(f"sqlite:///{tmp_path}/ledger.db")
-    ledger.create()
-    yield fill(Run(ledger))
-    ledger.close()
+    with opened(tmp_path) as run:
+        yield run

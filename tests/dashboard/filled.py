@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from coordinator.ledger import leases, nodes, submissions, training, verdicts
@@ -212,3 +216,23 @@ def fill(run: Run) -> Run:
             nodes.count_refusal(tx, Reason.DUPLICATE)
         nodes.count_refusal(tx, Reason.QUEUE_FULL)
     return run
+
+
+@cache
+def _filled() -> tuple[bytes, float]:
+    with TemporaryDirectory() as directory:
+        ledger = Ledger(f"sqlite:///{directory}/ledger.db")
+        ledger.create()
+        run = fill(Run(ledger))
+        ledger.close()  # brings the write-ahead log into the file
+        return Path(directory, "ledger.db").read_bytes(), run.now
+
+
+@contextmanager
+def opened(directory: Path) -> Iterator[Run]:
+    """A filled ledger in `directory`: filled once, copied for each test."""
+    data, now = _filled()
+    (directory / "ledger.db").write_bytes(data)
+    ledger = Ledger(f"sqlite:///{directory}/ledger.db")
+    yield Run(ledger, now)
+    ledger.close()

@@ -56,7 +56,7 @@ def test_page_shows_the_run_and_follows_it(browser: Any, run: Run, tmp_path: Pat
         page.goto(url)
         expect(page.locator("#connection")).to_have_text("live")
         expect(page.locator("#step")).to_have_text("2")
-        expect(page.locator("#pass")).to_have_text("15.0 % → 55.0 %")
+        expect(page.locator("#pass")).to_have_text("15.0% → 55.0%")
         expect(page.locator("#reward")).to_have_text("0.500")
         expect(page.locator("#queue")).to_have_text("4 / 24")
         expect(page.locator("#verdict")).to_have_text("starting")
@@ -69,7 +69,7 @@ def test_page_shows_the_run_and_follows_it(browser: Any, run: Run, tmp_path: Pat
             path = page.locator(f"#{chart} path.curve").get_attribute("d")
             assert path.startswith("M") and "NaN" not in path and path.count("L") in (1, 2)
         page.hover("#pass-chart", position={"x": 50, "y": 100})
-        expect(page.locator("#pass-chart .tip")).to_have_text("version 0: 15.0 %")
+        expect(page.locator("#pass-chart .tip")).to_have_text("version 0: 15.0%")
         assert HONEST[:13] not in page.content()
 
         run.judge()

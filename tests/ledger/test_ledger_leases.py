@@ -139,7 +139,8 @@ def test_a_new_group_takes_the_next_problem(ledger: Ledger, spec: RunSpec) -> No
     with ledger.write() as tx:
         builders.begin(tx, spec, "a")
         lease(tx, spec, "a", 9)
-        rows = tx.execute(select(problems.c.number, problems.c.id, groups.c.id).join(groups).order_by(groups.c.id)).all()
+        query = select(problems.c.number, problems.c.id, groups.c.id).join(groups).order_by(groups.c.id)
+        rows = tx.execute(query).all()
     assert rows == [(0, "toy-0", 1), (1, "toy-1", 2), (2, "toy-2", 3)]
 
 

@@ -10,7 +10,7 @@ from sqlalchemy import event
 from coordinator.ledger import nodes, report
 from coordinator.ledger.database import Ledger
 from protocol.reasons import Reason
-from tests.dashboard.filled import CHEAT, HONEST, SPEC, START, Run, fill
+from tests.dashboard.filled import CHEAT, HONEST, SPEC, START, Run, opened
 
 
 @pytest.fixture
@@ -22,8 +22,9 @@ def empty(tmp_path: Path) -> Iterator[Run]:
 
 
 @pytest.fixture
-def run(empty: Run) -> Run:
-    return fill(empty)
+def run(tmp_path: Path) -> Iterator[Run]:
+    with opened(tmp_path) as run:
+        yield run
 
 
 def overview(run: Run, after: float = 0.0) -> report.Overview:

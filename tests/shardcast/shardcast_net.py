@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 import struct
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -30,7 +31,7 @@ KEY, OTHER_KEY = Key.from_seed(b"\x01" * 32), Key.from_seed(b"\x02" * 32)
 SPEC_DIGEST = "ab" * 32
 NOW = 1_700_000_000.0
 SHARD = 4096
-QUICK = Limits(connect=2.0, grace=5.0, minimum_speed=1 << 20)
+QUICK = Limits(connect=2.0, grace=5.0, minimum_speed=1 << 20, retry=0.02, longest_retry=0.1)
 Tensors = Mapping[str, tuple[str, tuple[int, ...], bytes]]
 
 
@@ -53,7 +54,7 @@ def checkpoint(folder: Path, seed: int = 0, rows: int = 40) -> Path:
     folder.mkdir(parents=True)
     tensors = {"w": ("F32", (rows, 256), rng.randbytes(rows * 1024)), "b": ("BF16", (3,), rng.randbytes(6))}
     (folder / "model.safetensors").write_bytes(safetensors(tensors))
-    (folder / "config.json").write_text('{"seed": %d}' % seed)
+    (folder / "config.json").write_text(f'{{"seed": {seed}}}')
     (folder / "empty.txt").write_bytes(b"")
     return folder
 
@@ -167,7 +168,6 @@ class Origin:
 
     async def _register(self, request: web.Request) -> web.Response:
         body = await request.read()
-        import time
 
         parts = RequestParts(request.method, str(request.url), request.headers)
         who = verify_request(parts, body, RUN_ID, now=time.time())

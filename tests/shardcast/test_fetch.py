@@ -150,10 +150,10 @@ def test_a_relay_in_trouble_is_passed_over_but_not_dropped(tmp_path: Path, troub
     async def main() -> None:
         store = ShardStore(tmp_path / "o")
         async with serving(Origin(store)) as weak, serving(Origin(store)) as strong:
-            folder = checkpoint(tmp_path / "1", 1)
+            folder = checkpoint(tmp_path / "1", 1, rows=12)
             manifest = await weak.publish(folder, 1)
             weak.override = shard_override(trouble)
-            limits = Limits(connect=2, grace=0.3, minimum_speed=1 << 30)
+            limits = Limits(connect=2, grace=0.3, minimum_speed=1 << 30, retry=0.02)
             async with fetching(tmp_path / "f", [weak.url], strong.url, limits=limits, concurrency=1) as fetcher:
                 assert files_of(await fetcher.fetch(manifest)) == files_of(folder)
                 assert fetcher.dropped == frozenset() and weak.count("/v1/shards") > 0
@@ -309,7 +309,10 @@ def test_long_poll_ends_with_the_publication(tmp_path: Path) -> None:
     async def main() -> None:
         async with serving(Origin(ShardStore(tmp_path / "o"))) as origin:
             await origin.publish(checkpoint(tmp_path / "1", 1), 1)
-            async with relaying(tmp_path / "r", [origin.url]) as relay, fetching(tmp_path / "f", [relay.url]) as fetcher:
+            async with (
+                relaying(tmp_path / "r", [origin.url]) as relay,
+                fetching(tmp_path / "f", [relay.url]) as fetcher,
+            ):
                 await until(lambda: relay.state.version == 1)
                 assert (await newest(fetcher))[0].version == 1
                 assert await fetcher.head(after=1, wait=0.05) is None
@@ -370,7 +373,7 @@ def test_nothing_published_and_nobody_there(tmp_path: Path) -> None:
 
 
 def test_interrupted_and_resumed(tmp_path: Path) -> None:
-    """Cancelled while the last shard hangs: what is verified stays, nothing is visible, and only the rest is fetched."""
+    """Cancelled while the last shard hangs: what is verified stays, nothing is visible, only the rest is fetched."""
 
     async def main() -> None:
         reached = asyncio.Event()

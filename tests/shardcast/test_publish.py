@@ -66,7 +66,12 @@ def test_adapter_names_base_and_digest_of_both(tmp_path: Path, store: ShardStore
 
 @pytest.mark.parametrize(
     ("kind", "base", "digest"),
-    [("full", "v0-01234567", None), ("full", None, "0" * 64), ("adapter", None, "0" * 64), ("adapter", "v0-01234567", None)],
+    [
+        ("full", "v0-01234567", None),
+        ("full", None, "0" * 64),
+        ("adapter", None, "0" * 64),
+        ("adapter", "v0-01234567", None),
+    ],
 )
 def test_contradicting_arguments(tmp_path: Path, store: ShardStore, kind: str, base: str, digest: str) -> None:
     with pytest.raises(ValueError, match="adapter"):

@@ -47,7 +47,9 @@ def test_only_digests_become_paths(store: ShardStore, name: str) -> None:
             call(name)
 
 
-@pytest.mark.parametrize("name", [*BAD_NAMES, "v1", "v1-ABCDEF01", "v1-0123456", "v-01234567", "v1-01234567/", "x/v1-01234567"])
+@pytest.mark.parametrize(
+    "name", [*BAD_NAMES, "v1", "v1-ABCDEF01", "v1-0123456", "v-01234567", "v1-01234567/", "x/v1-01234567"]
+)
 def test_only_version_names_become_paths(store: ShardStore, name: str) -> None:
     for call in (store.manifest_path, store.manifest, store.delete_manifest):
         with pytest.raises(ValueError):
