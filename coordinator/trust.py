@@ -20,7 +20,7 @@ class Record:
 
 
 def quota(record: Record, group_size: int, open_slots: int) -> int:
-    """Open slots that a node may hold: one group while a rejection is recent or it drops too much, else `open_slots`."""
+    """Open slots that a node may hold: one group while a rejection is recent or it drops much, else `open_slots`."""
     if record.rejected and record.accepted_since < HISTORY:
         return group_size
     ended = record.returned + record.dropped

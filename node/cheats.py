@@ -130,7 +130,7 @@ class OtherModel(Cheat):
 
 
 class Temperature(Cheat):
-    """Samples at 0.7 of the temperature, for better answers, and reports what the right temperature would have given."""
+    """Samples at 0.7 of the temperature, for better answers, and reports log-probs as if it had been the right one."""
 
     def generate(self, requests: Sequence[Request]) -> Iterator[tuple[int, Generated]]:
         """See Engine.generate."""

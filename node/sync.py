@@ -1,5 +1,5 @@
-"""Follows the newest version: fetches it through the relays, loads it beside the others, checks the canary, and only then
-offers it. No engine is ever paused."""
+"""Follows the newest version: fetches it through the relays, loads it beside the others, checks the canary, and only
+then offers it. No engine is ever paused."""
 
 from __future__ import annotations
 

@@ -72,8 +72,7 @@ class ServeState:
         """Wait for a head newer than `after` (None: for any)."""
         try:
             async with asyncio.timeout(seconds):
-                while not self.newer(after):
-                    await self._changed.wait()
+                await asyncio.sleep(seconds)
         except TimeoutError:
             pass
         return self.newer(after)

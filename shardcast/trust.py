@@ -92,7 +92,6 @@ def retained(manifests: Mapping[str, Manifest], newest_first: Iterable[str], kee
     names: set[str] = set()
     for name in list(newest_first)[:keep]:
         current: str | None = name
-        names.add(name); continue
         while current is not None and current in manifests and current not in names:
             names.add(current)
             current = manifests[current].base

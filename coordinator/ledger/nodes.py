@@ -146,10 +146,11 @@ def history(tx: Connection, node_id: str) -> History:
         mine, rollouts.c.state == RolloutState.REJECTED.value
     )
     when, rejected = tx.execute(rejections).one()
-    accepted = select(func.count()).where(
-        mine, rollouts.c.state.in_([state.value for state in PAID]), rollouts.c.decided_at > when
-    )
-    since = int(tx.execute(accepted).scalar_one()) if rejected else 0
+    since = 0
+    if rejected:
+        paid = rollouts.c.state.in_([state.value for state in PAID])
+        accepted = select(func.count()).where(mine, paid, rollouts.c.decided_at > when)
+        since = int(tx.execute(accepted).scalar_one())
     no_return = (RolloutState.LEASED.value, RolloutState.VOID.value)
     last = select(rollouts.c.state).where(mine, rollouts.c.state.not_in(no_return))
     states = list(tx.execute(last.order_by(rollouts.c.id.desc()).limit(100)).scalars())

@@ -54,7 +54,7 @@ class Recipe:
     def rate(self, step: int, cooling: int) -> float:
         """Learning rate of step 0, 1, 2, … of which the last `cooling` were cool-down."""
         warm = min(1.0, (step + 1) / self.warmup_steps)
-        return self.learning_rate * warm * (1 - cooling / self.cooldown_steps)
+        return self.learning_rate * warm * (1 - cooling / self.cooldown_steps if cooling else 1)
 
 
 def training_tasks(seed: int) -> TaskSet:
