@@ -72,7 +72,8 @@ class ServeState:
         """Wait for a head newer than `after` (None: for any)."""
         try:
             async with asyncio.timeout(seconds):
-                await asyncio.sleep(seconds)
+                while not self.newer(after):
+                    await self._changed.wait()
         except TimeoutError:
             pass
         return self.newer(after)

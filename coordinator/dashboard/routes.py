@@ -197,7 +197,7 @@ class _EventStream(Response):
         if feed.data:  # at once; the reader has it fresh
             seen = feed.number
             await self._send(send, f"id: {seen}\ndata: {feed.data}\n\n")
-        while not gone.done():
+        while not gone.done() and not feed.stopping():
             try:
                 async with asyncio.timeout(POLL_SECONDS), feed.changed:
                     await feed.changed.wait()

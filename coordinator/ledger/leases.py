@@ -102,8 +102,8 @@ def grant(
         raise Refusal(Reason.QUOTA_EXHAUSTED, retry_after=1)
     chosen = _open_slots(tx, spec, ask, newest[0], wanted, now)
     # a node may have fetched a version that is not in the ledger yet
-    version = max((known for known in ask.versions if known <= newest[0]), default=-1)
-    may_open = version == newest[0] or _in_grace(tx, spec, version, newest[0], now)
+    version = max((known for known in ask.versions if known <= newest[0]), default=None)
+    may_open = version is not None and (version == newest[0] or _in_grace(tx, spec, version, newest[0], now))
     paced = False
     while may_open and len(chosen) < wanted:
         counted = counted_rollouts(tx)
