@@ -41,8 +41,7 @@ def overrides(rest: list[str]) -> list[tuple[str, str]]:
 def coordinator(argv: list[str]) -> int:
     """`farflung coordinator`: the API of a run; `--init` makes the run directory first."""
     options = _options("coordinator", "Serve the API of a run directory (made with --init).")
-    options.add_argument("--host", default="127.0.0.1")
-    options.add_argument("--port", type=int, default=8000)
+    options.add_argument("--listen", default="127.0.0.1:8000", metavar="HOST:PORT", help="port 0 takes a free one")
     options.add_argument("--ready-file", type=Path, help='gets {"url": …} once the port is open')
     options.add_argument("--init", action="store_true", help="make the run directory if there is none")
     options.add_argument("--config", type=Path, help="TOML file for --init")
@@ -69,7 +68,10 @@ def coordinator(argv: list[str]) -> int:
         with run.ledger.write() as tx:
             for node_id in arguments.allow:
                 nodes.allow(tx, node_id, "allowed on the command line")
-        serve(run, arguments.host, arguments.port, lambda url: announce(arguments.ready_file, url))
+        host, _, port = arguments.listen.rpartition(":")
+        if not host or not port.isdigit():
+            raise ConfigError("--listen is HOST:PORT")
+        serve(run, host, int(port), lambda url: announce(arguments.ready_file, url))
         return 0
 
     return _guarded(work)
@@ -82,19 +84,17 @@ def verifier(argv: list[str]) -> int:
     arguments = options.parse_args(argv)
 
     def work() -> int:
-        from .run import open_run
+        from .run import RunError, open_run
         from .verifier.calibrate import load_calibration
         from .verifier.service import Verifier
 
         run = open_run(arguments.dir)
-        spec = run.spec
-        calibration = load_calibration(
-            run.calibration_path,
-            model_digest=spec.model.base_weights_digest,
-            dtype=spec.model.dtype,
-            chunk_rows=spec.proof.chunk_rows,
-            top_k=spec.proof.top_k,
-        )
+        if not run.calibration_path.exists():
+            raise RunError(
+                f"{run.path} has no calibration for this model: farflung calibrate --model {run.model_dir} "
+                f"--config {run.path}/run.toml --out {run.calibration_path}"
+            )
+        calibration = load_calibration(run.calibration_path, run.spec)
         Verifier(run, calibration.thresholds, arguments.name).serve(_stopper())
         return 0
 

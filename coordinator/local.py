@@ -164,14 +164,16 @@ class Network:
         """Start every process; the trusted ones need no network, the others wait for the coordinator's URL."""
         if "othermodel" in self.arguments.cheat:
             self._build_other_model()
+        if not self.run.calibration_path.exists():
+            self._calibrate()
         path = self.run.path
         trusted = ["--dir", str(path)]
-        api = self._child("coordinator", ["coordinator", *trusted, "--port", "0"], ready=True)
+        api = self._child("coordinator", ["coordinator", *trusted, "--listen", "127.0.0.1:0"], ready=True)
         self._child("verifier", ["verifier", *trusted])
         limit = ["--max-steps", str(self.goal.steps)] if self.goal.steps else []
         self._child("trainer", ["trainer", *trusted, *limit])
         url = api.url(READY_SECONDS)
-        api.arguments[-1] = url.rpartition(":")[2]  # a restart keeps the address
+        api.arguments[-1] = url.removeprefix("http://")  # a restart keeps the address
         self.url = f"{url}#run={self.run.key.id}"
         relay = ["relay", "--upstream", self.url, "--listen", "127.0.0.1:0", "--dir", str(path / "relay")]
         self._child("relay", relay, ready=True)
@@ -208,11 +210,16 @@ class Network:
         target = self._other_model.with_name(f".{self._other_model.name}.{os.getpid()}")
         target.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "coordinator.seed.build", str(target), "--seed", str(OTHER_MODEL_SEED)]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, check=False)
-        if done.returncode:
-            raise ChildFailed(f"the other model could not be built: {done.stderr.decode(errors='replace')[-300:]}")
+        _finish(command, "the other model could not be built")
         os.rename(target, self._other_model)
+
+    def _calibrate(self) -> None:
+        """Measure honest rollouts of a model for which no calibration ships. Raises ChildFailed."""
+        print("calibrating the verifier for this model, once per run", file=sys.stderr, flush=True)
+        run = self.run
+        command = [sys.executable, "-m", "farflung", "calibrate", "--model", str(run.model_dir), "--rollouts", "400"]
+        command += ["--config", str(run.path / "run.toml"), "--out", str(run.calibration_path)]
+        _finish(command, "the calibration failed")
 
     # watching
 
@@ -347,3 +354,10 @@ class Network:
         print(f"{summary['seconds']} s; run in {summary['run']}", file=out)
         if code == 130:
             print(f"interrupted; continue with: farflung up --resume --dir {summary['run']}", file=out)
+
+
+def _finish(command: list[str], failure: str) -> None:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    if done.returncode:
+        raise ChildFailed(f"{failure}: {done.stderr.decode(errors='replace')[-500:]}")

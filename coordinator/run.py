@@ -4,6 +4,7 @@
     spec.json           the signed run spec
     keys/run.pem        signs everything that leaves; keys/seed.key draws the slots' seeds
     ledger.db           the ledger (SQLite)
+    calibration.json    the thresholds, and the measurements from which they follow
     store/              signed submissions and evidence, by content hash
     shards/             what relays fetch: shards, manifests
     versions/<name>/    the files of the versions that may still be needed
@@ -17,6 +18,7 @@ import os
 import secrets
 import shutil
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -91,10 +93,8 @@ class Run:
 
     @property
     def calibration_path(self) -> Path:
-        """The calibration that holds for this run."""
-        if self.config.model.calibration:
-            return Path(self.config.model.calibration)
-        return Path(seed.__file__).parent / "calibration.json"
+        """The calibration that holds for this run (`farflung calibrate` writes one)."""
+        return self.path / "calibration.json"
 
     def version_dir(self, name: str) -> Path:
         """Folder with the files of a version."""
@@ -168,6 +168,11 @@ def create_run(path: Path, config: RunConfig) -> Run:
     published = run.publish_version(staging, 0, 0)
     with run.ledger.write() as tx:
         training.enter_version(tx, spec, published, now=time.time())
+    known = Path(config.model.calibration) if config.model.calibration else seed.calibration()
+    if not mismatches(json.loads(known.read_text()).get("setting", {}), spec):
+        shutil.copyfile(known, run.calibration_path)
+    elif config.model.calibration:
+        raise ConfigError(f"model.calibration: {known} is for another model, dtype, temperature or proof format")
     # last: a directory with a spec is a whole one
     _write(path / "spec.json", sign_document(SPEC, spec, key).model_dump_json().encode(), 0o644)
     return run
@@ -181,6 +186,18 @@ def open_run(path: Path) -> Run:
     key = Key.load(path / "keys" / "run.pem")
     spec = open_document((path / "spec.json").read_bytes(), SPEC, RunSpec, key.id)
     return Run(path, config, spec, key, (path / "keys" / "seed.key").read_bytes())
+
+
+def mismatches(setting: Mapping[str, object], spec: RunSpec) -> list[str]:
+    """In what a calibration's setting differs from a run: names, empty if it holds."""
+    wanted = {
+        "model_digest": spec.model.base_weights_digest,
+        "dtype": spec.model.dtype,
+        "temperature": spec.sampling.temperature,
+        "chunk_rows": spec.proof.chunk_rows,
+        "top_k": spec.proof.top_k,
+    }
+    return [name for name, value in wanted.items() if setting.get(name) != value]
 
 
 def _spec(config: RunConfig, model: Path) -> RunSpec:

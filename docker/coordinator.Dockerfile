@@ -29,4 +29,4 @@ EXPOSE 8000
 HEALTHCHECK --interval=30s --timeout=5s --start-period=120s \
     CMD ["python3", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:8000/healthz', timeout=4)"]
 # docker run -v run:/data -p 8000:8000 coordinator
-ENTRYPOINT ["farflung", "coordinator", "--host", "0.0.0.0", "--port", "8000"]
+ENTRYPOINT ["farflung", "coordinator", "--listen", "0.0.0.0:8000", "--init", "--dir", "/data/run"]

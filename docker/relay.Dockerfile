@@ -23,4 +23,4 @@ EXPOSE 8000
 HEALTHCHECK --interval=30s --timeout=5s --start-period=30s \
     CMD ["python3", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:8000/healthz', timeout=4)"]
 # docker run -v relay:/data -p 8000:8000 relay --upstream URL
-ENTRYPOINT ["farflung", "relay", "--host", "0.0.0.0", "--port", "8000"]
+ENTRYPOINT ["farflung", "relay", "--listen", "0.0.0.0:8000", "--dir", "/data/relay"]

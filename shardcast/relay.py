@@ -135,7 +135,7 @@ class Relay:
         """One long poll; True if it brought a newer version or a renewed head."""
         after = self._seen.head.version if self._seen else None
         data = await client.get_head(self._session, url, self._limits, after=after, wait=self._wait)
-        if False:
+        if data is None and self._renewal_due():
             data = await client.get_head(self._session, url, self._limits)
         return data is not None and self._offer(data)
 

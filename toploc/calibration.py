@@ -58,8 +58,8 @@ class NotAdmitted(ValueError):
 
 @dataclass(frozen=True)
 class Setting:
-    """What a calibration holds for. model_digest: of the weights; the rest: free names, and the proof's
-    shape."""
+    """What a calibration holds for. model_digest: of the weights; dtype, engine, device_family: free names; the
+    sampling temperature, by which deviations of the logits are divided; and the proof's shape."""
 
     model_digest: str
     dtype: str
@@ -67,8 +67,11 @@ class Setting:
     device_family: str
     chunk_rows: int = 32
     top_k: int = 128
+    temperature: float = 1.0
 
     def __post_init__(self) -> None:
+        if not _is_float(self.temperature) or self.temperature == 0:
+            raise ValueError("temperature must be a finite float > 0")
         for name in ("model_digest", "dtype", "engine", "device_family"):
             if not isinstance(getattr(self, name), str) or not getattr(self, name):
                 raise ValueError(f"{name} must be a non-empty string")

@@ -101,32 +101,30 @@ def grant(
     if wanted <= 0:
         raise Refusal(Reason.QUOTA_EXHAUSTED, retry_after=1)
     chosen = _open_slots(tx, spec, ask, newest[0], wanted, now)
-    # a node may have fetched a version that is not in the ledger yet
-    version = max((known for known in ask.versions if known <= newest[0]), default=None)
-    may_open = version is not None and (version == newest[0] or _in_grace(tx, spec, version, newest[0], now))
-    paced = False
-    while may_open and len(chosen) < wanted:
+    version = _opens_on(spec, ask.versions, newest, now)
+    while version is not None and len(chosen) < wanted:
         counted = counted_rollouts(tx)
-        if not may_open_group(
-            counted, spec.group_size, version, spec.max_staleness, spec.rollouts_per_version
-        ):
-            paced = True
+        if not may_open_group(counted, spec.group_size, version, spec.max_staleness, spec.rollouts_per_version):
             break
         group = _open_group(tx, spec, version, new_problem, now)
         chosen += [(group, index) for index in range(spec.group_size)][: wanted - len(chosen)]
     if not chosen:
-        if version < newest[0] and not paced:
+        if version is None:
             raise Refusal(Reason.VERSION_BEHIND, f"the newest version is {newest[0]}")
         raise Refusal(Reason.QUEUE_FULL, retry_after=1)
     return _lease(tx, spec, ask.node_id, chosen, now)
 
 
-def _in_grace(tx: Connection, spec: RunSpec, version: int, newest: int, now: float) -> bool:
-    """Was `version` the newest until less than the propagation grace ago, and is it young enough to train?"""
-    if version != newest - 1 or is_stale(newest, version, spec.max_staleness):
-        return False
-    successor = select(checkpoints.c.sealed_at).where(checkpoints.c.version == newest)
-    return now - float(tx.execute(successor).scalar_one()) < spec.propagation_grace
+def _opens_on(spec: RunSpec, held: Sequence[int], newest: tuple[int, float], now: float) -> int | None:
+    """The version on which a node may open groups, or None: the newest that it holds, if that is the newest of the run,
+    or was so until less than the propagation grace ago and is young enough to train."""
+    known = [version for version in held if version <= newest[0]]  # some may not be in the ledger yet
+    if not known:
+        return None
+    version = max(known)
+    in_grace = version == newest[0] - 1 and now - newest[1] < spec.propagation_grace
+    fresh = in_grace and not is_stale(newest[0], version, spec.max_staleness)
+    return version if version == newest[0] or fresh else None
 
 
 def _open_slots(

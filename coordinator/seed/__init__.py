@@ -23,6 +23,11 @@ def model_dir() -> Path:
     return _MODEL
 
 
+def calibration() -> Path:
+    """The calibration of the shipped model: fp32, the `hf` engine, temperature 1."""
+    return _HERE / "calibration.json"
+
+
 def digest(directory: Path | str | None = None) -> str:
     """SHA-256 over the sorted names and the contents of the files in `directory` (default: the shipped model).
 

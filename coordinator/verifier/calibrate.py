@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from protocol.runspec import RunSpec
 from toploc import (
     Calibration,
     Headroom,
@@ -25,6 +26,7 @@ from toploc import (
 )
 
 from ..policy import DTYPES, load_base
+from ..run import mismatches
 from ..tasks.prompts import eos_token_ids
 from .prefill import Claim, Prefilled, prefill
 
@@ -78,7 +80,7 @@ def calibrate(
             results = prefill(model, claims, temperature, eos, budget)
             ordered = [answers[i] for i in range(len(mine))]
             samples += _samples(model, ordered, results, temperature, chunk_rows, top_k)
-    setting = Setting(model_digest, dtype, name, device, chunk_rows, top_k)
+    setting = Setting(model_digest, dtype, name, device, chunk_rows, top_k, temperature)
     return derive(samples, setting=setting, headroom=HEADROOM)
 
 
@@ -114,11 +116,10 @@ def _samples(
     return samples
 
 
-def load_calibration(path: Path, *, model_digest: str, dtype: str, chunk_rows: int, top_k: int) -> Calibration:
+def load_calibration(path: Path, spec: RunSpec) -> Calibration:
     """Read a calibration and check that it holds for this run. Raises ValueError, FileNotFoundError."""
     calibration = Calibration.from_json(path.read_text())
-    setting = calibration.setting
-    wanted = (model_digest, dtype, chunk_rows, top_k)
-    if (setting.model_digest, setting.dtype, setting.chunk_rows, setting.top_k) != wanted:
-        raise ValueError(f"{path} is a calibration of another model, dtype or proof format: run `farflung calibrate`")
+    differs = mismatches(vars(calibration.setting), spec)
+    if differs:
+        raise ValueError(f"{path} is a calibration for another {', '.join(differs)}: run `farflung calibrate`")
     return calibration

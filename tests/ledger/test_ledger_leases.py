@@ -178,6 +178,16 @@ def test_within_the_grace_but_too_old_to_train(ledger: Ledger, versions: tuple[i
     assert caught.value.reason is Reason.VERSION_BEHIND
 
 
+@pytest.mark.parametrize("versions", [(1,), (2**53 - 1,), (1, 2)])
+def test_only_versions_that_the_ledger_does_not_know(ledger: Ledger, spec: RunSpec, versions: tuple[int, ...]) -> None:
+    with ledger.write() as tx:
+        builders.begin(tx, spec, "a")
+        with pytest.raises(Refusal) as caught:
+            lease(tx, spec, "a", 4, versions=versions)
+        assert caught.value.reason is Reason.VERSION_BEHIND
+        assert tx.execute(select(groups)).all() == []
+
+
 def test_a_version_that_is_not_in_the_ledger_yet_hides_none_that_is(ledger: Ledger, spec: RunSpec) -> None:
     with ledger.write() as tx:
         builders.begin(tx, spec, "a")

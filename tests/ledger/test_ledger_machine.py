@@ -4,11 +4,13 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from sqlalchemy import Connection, select
 
 from coordinator.ledger import clock, leases, training, verdicts
@@ -26,7 +28,7 @@ from tests.ledger.builders import digest
 S = RolloutState
 NODES = ("a", "b", "c")
 VERIFIERS = ("v", "w")
-OUTCOMES = (S.ACCEPTED,) * 6 + (S.REJECTED, S.INCONCLUSIVE, S.UNVERIFIED, S.UNVERIFIABLE)
+OUTCOMES = (S.ACCEPTED,) * 24 + (S.REJECTED, S.INCONCLUSIVE, S.UNVERIFIED, S.UNVERIFIABLE)
 LIVE = {S.LEASED, S.SUBMITTED, S.VERIFYING, S.INCONCLUSIVE}
 WAITING = LIVE - {S.LEASED}
 REFUSED_LEASE = {Reason.QUEUE_FULL, Reason.QUOTA_EXHAUSTED, Reason.VERSION_BEHIND}
@@ -35,6 +37,20 @@ REFUSED_ITEM = {None, Reason.DUPLICATE, Reason.LEASE_EXPIRED, Reason.LEASE_LOST,
 
 class Crash(Exception):
     """The process dies before its commit."""
+
+
+class Chance(Random):
+    """Dice that say with which seed they are thrown again."""
+
+    def __init__(self, number: int):
+        super().__init__(number)
+        self.number = number
+
+    def __repr__(self) -> str:
+        return f"Chance({self.number})"
+
+
+CHANCE = st.integers(0, 2**16).map(Chance)
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -81,20 +97,15 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger.close()
         self.ledger = builders.open_ledger(self.path)
 
-    @rule(
-        name=st.sampled_from(NODES),
-        count=st.integers(1, 7),
-        quota=st.integers(1, 12),
-        versions=st.lists(st.integers(-2, 1), min_size=1, max_size=3),
-        dies=st.integers(0, 9),
-    )
-    def lease(self, name: str, count: int, quota: int, versions: list[int], dies: int) -> None:
-        """`versions` are relative to the newest; 1 is one that the ledger does not know yet."""
-        held = sorted({max(0, self.version + offset) for offset in versions})
+    @rule(chance=CHANCE)
+    def lease(self, chance: Random) -> None:
+        """Any node with any versions loaded: old ones, and one that the ledger does not know yet."""
+        name, count, quota = chance.choice(NODES), chance.randint(1, 9), chance.randint(1, 18)
+        held = sorted({max(0, self.version + chance.choice([-2, -1, 0, 0, 0, 1])) for _ in range(3)})
         try:
             granted = self.write(
                 lambda tx: builders.lease(tx, self.spec, name, count, versions=held, quota=quota, now=self.now),
-                dies == 0,
+                chance.random() < 0.1,
             )
         except Refusal as refusal:
             assert refusal.reason in REFUSED_LEASE
@@ -103,71 +114,93 @@ class LedgerMachine(RuleBasedStateMachine):
         assert all(part.version in held for part in granted)
         self.granted += [(name, part) for part in granted]
 
-    @precondition(lambda self: self.granted)
-    @rule(data=st.data(), text=st.sampled_from(["x", "x", "x", "y"]), dies=st.integers(0, 9))
-    def submit(self, data: st.DataObject, text: str, dies: int) -> None:
-        """Some slots of a lease, however old; other bytes now and then, or somebody else's."""
-        name, part = data.draw(st.sampled_from(self.granted[-12:]))
-        chosen = data.draw(st.lists(st.sampled_from(builders.items([part], text)), min_size=1, max_size=4))
-        thief = data.draw(st.sampled_from([name] * 5 + list(NODES)))
-        results = self.write(lambda tx: submit(tx, digest(thief), chosen, digest("blob"), now=self.now), dies == 0)
+    @rule(chance=CHANCE)
+    def submit(self, chance: Random) -> None:
+        """Everything of a lease or some of it, however old; other bytes now and then, or by somebody else."""
+        if not self.granted:
+            return
+        name, part = chance.choice(self.granted[-8:])
+        if chance.random() < 0.5:
+            self.granted.remove((name, part))
+        items = builders.items([part], chance.choice("xxxy"))
+        chosen = items if chance.random() < 0.7 else chance.choices(items, k=2)
+        thief = chance.choice([name] * 6 + list(NODES))
+        dies = chance.random() < 0.1
+        results = self.write(lambda tx: submit(tx, digest(thief), chosen, digest("blob"), now=self.now), dies)
         if thief != name:
             assert {result.code for result in results} == {Reason.LEASE_NOT_YOURS}
             return
         assert {result.code for result in results} <= REFUSED_ITEM
         again = self.write(lambda tx: submit(tx, digest(name), chosen, digest("blob"), now=self.now))
         assert again == results
-        wrong: list[Item] = [Item(item.lease_id, item.fencing + 1, item.index, item.payload_hash) for item in chosen]
+        wrong = [Item(item.lease_id, item.fencing + 1, item.index, item.payload_hash) for item in chosen]
         refused = self.write(lambda tx: submit(tx, digest(name), wrong, digest("blob"), now=self.now))
         assert {result.code for result in refused} == {Reason.LEASE_LOST}
 
-    @rule(verifier=st.sampled_from(VERIFIERS), limit=st.integers(1, 9), dies=st.integers(0, 9))
-    def claim(self, verifier: str, limit: int, dies: int) -> None:
-        jobs = self.write(lambda tx: verdicts.claim(tx, verifier, limit, now=self.now), dies == 0)
+    @rule(chance=CHANCE)
+    def work(self, chance: Random) -> None:
+        """All of the above and below once, so that most runs get somewhere."""
+        for act in (self.lease, self.submit, self.lease, self.submit, self.claim, self.record, self.claim, self.record):
+            act(chance)
+
+    @rule(chance=CHANCE)
+    def train(self, chance: Random) -> None:
+        for _ in range(2):
+            self.assign(chance)
+            self.confirm(chance)
+
+    @rule(chance=CHANCE)
+    def claim(self, chance: Random) -> None:
+        verifier, limit = chance.choice(VERIFIERS), chance.randint(1, 12)
+        jobs = self.write(lambda tx: verdicts.claim(tx, verifier, limit, now=self.now), chance.random() < 0.1)
         assert len(jobs) <= limit and len({job.version for job in jobs}) <= 1
         assert all(job.attempts <= MAX_ATTEMPTS for job in jobs)
         self.claimed[verifier] += jobs
 
-    @rule(data=st.data(), verifier=st.sampled_from(VERIFIERS), keep=st.booleans(), dies=st.integers(0, 9))
-    def record(self, data: st.DataObject, verifier: str, keep: bool, dies: int) -> None:
-        """Verdicts on anything ever claimed and not yet decided by this verifier; `keep` repeats some of it later."""
+    @rule(chance=CHANCE)
+    def record(self, chance: Random) -> None:
+        """Verdicts on everything that a verifier has claimed, also on what it no longer holds; some of it twice."""
+        verifier = chance.choice(VERIFIERS)
         jobs = {job.rollout_id: job for job in self.claimed[verifier]}
-        decisions = [
-            builders.decide(job, data.draw(st.sampled_from(OUTCOMES)), float(data.draw(st.integers(0, 1))))
-            for job in jobs.values()
-        ]
+        rewards = [1.0] if chance.random() < 0.2 else [0.0, 1.0]
+        decisions = [builders.decide(job, chance.choice(OUTCOMES), chance.choice(rewards)) for job in jobs.values()]
         self.write(
-            lambda tx: verdicts.record(tx, self.spec, decisions, verifier, self.min_group, now=self.now), dies == 0
+            lambda tx: verdicts.record(tx, self.spec, decisions, verifier, self.min_group, now=self.now),
+            chance.random() < 0.1,
         )
-        if not keep:
+        if chance.random() < 0.8:
             self.claimed[verifier] = []
 
-    @rule(verifier=st.sampled_from(VERIFIERS), forgets=st.booleans())
-    def restart_verifier(self, verifier: str, forgets: bool) -> None:
+    @rule(chance=CHANCE)
+    def restart_verifier(self, chance: Random) -> None:
+        verifier = chance.choice(VERIFIERS)
         self.write(lambda tx: verdicts.give_back(tx, verifier, now=self.now, detail="restart"))
-        if forgets:
+        if chance.random() < 0.5:
             self.claimed[verifier] = []
 
-    @rule(seconds=st.sampled_from([0.0, 1.0, 29.0, 29.0, 31.0, 125.0, 1000.0]), dies=st.integers(0, 9))
-    def tick(self, seconds: float, dies: int) -> None:
+    @rule(seconds=st.sampled_from([29.0, 1.0, 0.0, 31.0, 125.0, 1000.0]))
+    def tick(self, seconds: float) -> None:
         self.now += seconds
-        self.write(lambda tx: clock.tick(tx, self.spec, self.min_group, now=self.now), dies == 0)
+        self.write(lambda tx: clock.tick(tx, self.spec, self.min_group, now=self.now), seconds == 1.0)
 
-    @rule(dies=st.integers(0, 3))
-    def assign(self, dies: int) -> None:
-        batch = self.write(lambda tx: training.assign(tx, self.spec, self.step + 1, now=self.now), dies == 0)
+    @rule(chance=CHANCE)
+    def assign(self, chance: Random) -> None:
+        dies = chance.random() < 0.3
+        batch = self.write(lambda tx: training.assign(tx, self.spec, self.step + 1, now=self.now), dies)
         if batch is not None:
             assert self.batches.setdefault(self.step + 1, batch) == batch
             assert all(0 <= member.staleness <= self.spec.max_staleness for member in batch.rollouts)
 
-    @precondition(lambda self: self.step + 1 in self.batches)
-    @rule(dies=st.integers(0, 3), twice=st.booleans())
-    def confirm(self, dies: int, twice: bool) -> None:
+    @rule(chance=CHANCE)
+    def confirm(self, chance: Random) -> None:
         """The trainer's step is durable; a version comes out of every `publish_every`-th."""
         step, due = self.step + 1, (self.step + 1) % self.spec.publish_every == 0
+        if step not in self.batches:
+            return
         sealed = builders.published(self.version + 1) if due else None
-        for _ in range(1 + twice):
-            self.write(lambda tx: training.confirm(tx, self.spec, step, {}, sealed, now=self.now), dies == 0)
+        dies = chance.random() < 0.3
+        for _ in range(chance.randint(1, 2)):
+            self.write(lambda tx: training.confirm(tx, self.spec, step, {}, sealed, now=self.now), dies)
         self.step, self.version = step, self.version + due
 
     # What always holds
@@ -217,7 +250,7 @@ class LedgerMachine(RuleBasedStateMachine):
             elif slot.state == "leased":
                 assert last in LIVE
             elif about[slot.group_id].state == "open":
-                assert last in (S.ACCEPTED, S.UNVERIFIED, S.UNVERIFIABLE), "a group that waits has something to wait for"
+                assert last in (S.ACCEPTED, S.UNVERIFIED, S.UNVERIFIABLE), "an open group closes only what is answered"
 
     def teardown(self) -> None:
         if not hasattr(self, "ledger"):
@@ -232,7 +265,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def _time_ends_what_is_leased_or_claimed(self) -> None:
         for _ in range(12):  # twelve ticks of half a minute: no outage, longer than any lease or claim
-            self.tick(29.0, 1)
+            self.tick(29.0)
         with self.ledger.read() as tx:
             assert not {S.LEASED, S.VERIFYING} & set(builders.states(tx))
         while True:
@@ -244,7 +277,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def _an_honest_node_brings_the_run_forward(self) -> None:
         """Wherever chance has left it, the run is not stuck: two more versions come out in a bounded time."""
-        goal = self.version + 2
+        goal, chance = self.version + 2, Random(0)
         with self.ledger.write() as tx:
             builders.admit(tx, "honest", now=self.now)
         for _ in range(30):
@@ -257,14 +290,38 @@ class LedgerMachine(RuleBasedStateMachine):
                 builders.submit(tx, "honest", granted, now=self.now)
                 while builders.verify(tx, self.spec, min_group=self.min_group, now=self.now):
                     pass
-            self.assign(1)
-            if self.step + 1 in self.batches:
-                self.confirm(1, False)
+            self.assign(chance)
+            self.confirm(chance)
             if self.version >= goal:
                 return
-            self.tick(1.0, 1)
+            self.tick(29.0)
         raise AssertionError(f"stuck at version {self.version}")
 
 
 TestLedgerMachine = LedgerMachine.TestCase
-TestLedgerMachine.settings = settings(max_examples=30, stateful_step_count=40)
+TestLedgerMachine.settings = settings(max_examples=12, stateful_step_count=25)
+
+
+@pytest.mark.parametrize("staleness,min_group,publish_every", [(0, 2, 1), (1, 3, 2), (4, 2, 1)])
+def test_long_walk(staleness: int, min_group: int, publish_every: int) -> None:
+    """The same rules in proportions that let a run get somewhere: versions come out, groups age, nodes disappear."""
+    machine, chance = LedgerMachine(), Random(staleness)
+    machine.begin(staleness, min_group, publish_every)
+    rules = [machine.lease, machine.submit, machine.claim, machine.record, machine.assign, machine.confirm]
+    try:
+        for _ in range(220):
+            turn = chance.random()
+            if turn < 0.08:
+                machine.tick(chance.choice([1.0, 1.0, 29.0, 29.0, 31.0, 125.0]))
+            elif turn < 0.10:
+                machine.restart_verifier(chance)
+            elif turn < 0.11:
+                machine.reopen()
+            else:
+                chance.choices(rules, weights=[3, 6, 3, 3, 2, 2])[0](chance)
+            machine.holds()
+        with machine.ledger.read() as tx:
+            seen = set(tx.execute(select(events.c.after)).scalars())
+        assert machine.version >= 2 and seen >= {"trained", "surplus", "rejected", "expired", "inconclusive"}
+    finally:
+        machine.teardown()

@@ -162,6 +162,26 @@ def test_a_relay_in_trouble_is_passed_over_but_not_dropped(tmp_path: Path, troub
     asyncio.run(main())
 
 
+def test_redirects_are_not_followed(tmp_path: Path) -> None:
+    """A relay could otherwise make a node send requests to any address (SSRF)."""
+
+    async def main() -> None:
+        store = ShardStore(tmp_path / "o")
+        async with serving(Origin(store)) as relay, serving(Origin(store)) as victim:
+            manifest = await relay.publish(checkpoint(tmp_path / "1", 1), 1)
+
+            async def redirect(request: web.Request, data: bytes) -> web.StreamResponse:
+                return web.Response(status=307, headers={"Location": victim.url + request.path})
+
+            relay.override = shard_override(redirect)
+            async with fetching(tmp_path / "f", [relay.url], deadline=1) as fetcher:
+                with pytest.raises(FetchFailed):
+                    await fetcher.fetch(manifest)
+            assert victim.asked == [] and relay.count("/v1/shards") > 0
+
+    asyncio.run(main())
+
+
 def test_wrong_bytes_everywhere(tmp_path: Path) -> None:
     async def main() -> None:
         async with serving(Origin(ShardStore(tmp_path / "o"))) as origin:

@@ -181,13 +181,16 @@ def test_resumes_and_fetches_only_what_is_missing(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_a_restored_folder_that_lost_a_shard_is_not_visible_until_mended(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lost", ["base", "adapter"])
+def test_a_restored_folder_that_lost_a_shard_is_not_visible_until_mended(tmp_path: Path, lost: str) -> None:
     async def main() -> None:
         async with serving(Origin(ShardStore(tmp_path / "o"))) as origin:
-            manifest = await origin.publish(checkpoint(tmp_path / "1", 1), 1)
+            base = publish_folder(checkpoint(tmp_path / "0", 0), origin.store, 0)
+            adapter = await origin.publish(checkpoint(tmp_path / "1", 1, rows=2), 1, base=base)
+            manifest = {"base": base, "adapter": adapter}[lost]
             async with relaying(tmp_path / "r", [origin.url]) as relay:
                 await until(lambda: version_of(relay) == 1)
-            relay.store.delete(next(iter(shards_of(manifest))).sha256)
+            relay.store.delete(list(shards_of(manifest))[-1].sha256)
             async with relaying(tmp_path / "r", ["http://127.0.0.1:1"]) as relay:
                 await asyncio.to_thread(relay.follower.restore)
                 assert version_of(relay) is None

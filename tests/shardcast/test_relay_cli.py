@@ -243,8 +243,9 @@ def test_pinned_key() -> None:
 @pytest.mark.parametrize(
     ("url", "allowed"),
     [
-        ("https://example.org", True), ("http://127.0.0.1:1", True), ("http://127.8.9.1", True), ("http://[::1]:1", True),
-        ("http://localhost:1", True), ("http://localhost.example.org", False), ("http://10.0.0.1", False),
+        ("https://example.org", True), ("http://127.0.0.1:1", True), ("http://127.8.9.1", True),
+        ("http://[::1]:1", True), ("http://localhost:1", True), ("http://localhost.example.org", False),
+        ("http://10.0.0.1", False),
         ("http://127.0.0.1.example.org", False), ("http://[fe80::1]", False),
     ],
 )  # fmt: skip

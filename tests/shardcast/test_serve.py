@@ -238,7 +238,10 @@ def test_connections_are_bounded(tmp_path: Path) -> None:
             writer.write(request)
             assert b"200" in await reader.readline()
             held.append(writer)
-        assert await relay.raw(b"") == b""
+        try:
+            assert await relay.raw(request) == b""
+        except ConnectionError:
+            pass  # closed before the request was read
         held[0].close()
         await held[0].wait_closed()
         answer = b""

@@ -107,6 +107,7 @@ REFUSED = {
     "gap": _raw({"a": _entry(0, 1), "b": _entry(2, 3)}, b"xyz"),
     "gap in front": _raw({"a": _entry(1, 2)}, b"xy"),
     "overlap": _raw({"a": _entry(0, 2), "b": _entry(1, 3)}, b"xyz"),
+    "overlap and gap that add up": _raw({"a": _entry(0, 2), "b": _entry(1, 3)}, b"wxyz"),
     "shared bytes": _raw({"a": _entry(0, 1), "b": _entry(0, 1)}, b"x"),
     "backwards": _raw({"a": _entry(1, 0, shape=[1])}, b"x"),
     "negative offset": _raw({"a": _entry(-1, 0)}, b"x"),
