@@ -134,7 +134,7 @@ rollouts = Table(
     Column("staleness", Integer),
     UniqueConstraint("group_id", "slot", "fencing"),
     Index("rollouts_by_state", "state", "version", "id"),
-    Index("rollouts_by_node", "node_id", "state"),
+    Index("rollouts_by_node", "node_id", "state", "code", "token_identical"),
 )
 
 events = Table(
@@ -169,13 +169,14 @@ credits = Table(
     metadata,
     Column("sequence", Integer, primary_key=True, autoincrement=False),
     Column("rollout_id", ForeignKey("rollouts.id"), nullable=False),
-    Column("node_id", ForeignKey("nodes.id"), nullable=False, index=True),
+    Column("node_id", ForeignKey("nodes.id"), nullable=False),
     Column("kind", String(16), nullable=False),
     Column("amount", BigInteger, nullable=False),
     Column("at", Float, nullable=False),
     Column("previous", String(64), nullable=False),
     Column("hash", String(64), nullable=False),
     UniqueConstraint("rollout_id", "kind"),
+    Index("credits_by_node", "node_id", "amount"),
 )
 
 checkpoints = Table(

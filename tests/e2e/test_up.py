@@ -161,3 +161,20 @@ def test_low_staleness_never_stalls(start: Start, staleness: int) -> None:
     assert summary["steps"] == 5
     assert summary["staleness_max"] <= staleness
     assert summary["ledger_balanced"] is True
+
+
+@pytest.mark.parametrize("staleness", [0, 4])
+def test_groups_without_variance_never_block_a_run(start: Start, staleness: int) -> None:
+    """Words so long that nearly every group fails as a whole: such groups are paid, not trained, and not counted."""
+    up = start(
+        *("--steps", "3", "--seed", "6", "--workers", "1", "--schedule.rollouts_per_version", "8"),
+        *("--schedule.group_size", "2", "--task.options", "{min_word_len = 8, max_word_len = 10}"),
+        *("--sampling.max_tokens", "12"),
+        *("--schedule.max_staleness", str(staleness), "--evaluation.questions", "50"),
+    )
+    summary = up.finish()
+    assert summary["steps"] == 3 and summary["ledger_balanced"] is True and summary["rejected"] == {}
+    surplus, trained = (
+        up.query(f"select count(*) from groups where state = '{state}'")[0][0] for state in ("surplus", "trained")
+    )
+    assert trained == 12 and surplus > 9 * trained
