@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
 import tomllib
 import types
 import typing
@@ -118,6 +120,12 @@ class RunConfig:
         whole = schedule.group_size * schedule.publish_every
         _require(schedule.max_staleness >= 0, "schedule.max_staleness is at least 0")
         _require(schedule.group_size >= 2, "schedule.group_size is at least 2: an advantage needs a comparison")
+        _require(schedule.publish_every >= 1, "schedule.publish_every is at least 1")
+        _require(0 < schedule.lease_seconds <= 86400, "schedule.lease_seconds is in (0, 86400]")
+        _require(0 < schedule.minimum_tokens_per_second < math.inf, "schedule.minimum_tokens_per_second is positive")
+        _require(0 <= schedule.propagation_grace <= 3600, "schedule.propagation_grace is in [0, 3600]")
+        prices = (schedule.price_prompt_token, schedule.price_completion_token)
+        _require(min(prices) >= 0, "schedule.price_* are not negative")
         _require(
             schedule.rollouts_per_version > 0 and schedule.rollouts_per_version % whole == 0,
             f"schedule.rollouts_per_version is a multiple of group_size x publish_every = {whole}",
@@ -125,7 +133,18 @@ class RunConfig:
         _require(0 <= schedule.min_group <= schedule.group_size, "schedule.min_group is at most group_size")
         _require(schedule.open_slots_per_node >= schedule.group_size, "schedule.open_slots_per_node holds a group")
         _require(0 < self.sampling.temperature <= 10, "sampling.temperature is in (0, 10]; 0 is refused")
-        _require(trainer.learning_rate > 0, "trainer.learning_rate is positive")
+        lengths = (self.sampling.max_tokens, self.sampling.max_prompt_tokens)
+        _require(min(lengths) >= 1, "sampling.max_tokens and sampling.max_prompt_tokens are at least 1")
+        _require(0 < trainer.learning_rate < math.inf, "trainer.learning_rate is positive")
+        _require(0 <= trainer.adam_beta1 < 1 and 0 <= trainer.adam_beta2 < 1, "trainer.adam_beta* are in [0, 1)")
+        _require(0 <= trainer.weight_decay < math.inf, "trainer.weight_decay is not negative")
+        _require(trainer.clip_norm > 0, "trainer.clip_norm is positive")
+        _require(trainer.warmup_steps >= 0, "trainer.warmup_steps is at least 0")
+        _require(trainer.keep_checkpoints >= 1, "trainer.keep_checkpoints is at least 1")
+        _require(min(trainer.token_budget, self.verifier.token_budget) >= 1, "*.token_budget is at least 1")
+        _require(self.verifier.batch_rollouts >= 1, "verifier.batch_rollouts is at least 1")
+        _require(0 < self.network.head_life_seconds < math.inf, "network.head_life_seconds is positive")
+        _require(all(0 < port < 65536 for port in self.network.relay_ports), "network.relay_ports are ports")
         _require(0 <= trainer.clip_low < 1 and trainer.clip_high >= 0, "trainer.clip_low is in [0, 1)")
         _require(trainer.engine_cap >= 1, "trainer.engine_cap is at least 1")
         _require(trainer.lora_rank >= 0, "trainer.lora_rank is at least 0")
@@ -149,8 +168,8 @@ def _require(holds: bool, text: str) -> None:
 def load(path: Path | None, overrides: Sequence[tuple[str, str]] = ()) -> RunConfig:
     """Read a TOML file (None: all defaults) and apply overrides (`section.field`, text). Raises ConfigError."""
     try:
-        data = tomllib.loads(path.read_text()) if path else {}
-    except (OSError, tomllib.TOMLDecodeError) as error:
+        data = tomllib.loads(path.read_text("utf-8")) if path else {}
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: {error}") from None
     for name, text in overrides:
         *parents, last = name.split(".")
@@ -186,10 +205,7 @@ def _build(cls: type, data: Any, where: str) -> Any:
 def _value(kind: Any, value: Any, name: str) -> Any:
     origin = typing.get_origin(kind)
     if isinstance(value, _Text) and kind is not str and origin is not Literal:
-        try:
-            value = tomllib.loads(f"value = {value}")["value"]
-        except tomllib.TOMLDecodeError:
-            raise ConfigError(f"{name}: {value!r} is not a value") from None
+        value = _parse(value, name)
     if origin is Literal:
         if str(value) not in typing.get_args(kind):
             raise ConfigError(f"{name} is one of {', '.join(typing.get_args(kind))}")
@@ -201,7 +217,7 @@ def _value(kind: Any, value: Any, name: str) -> Any:
     if origin is dict:
         if not isinstance(value, dict):
             raise ConfigError(f"{name} is a table")
-        return value
+        return {key: _free(entry, f"{name}.{key}") for key, entry in value.items()}
     if kind is float and type(value) is int:
         return float(value)
     if kind is str:
@@ -209,6 +225,25 @@ def _value(kind: Any, value: Any, name: str) -> Any:
     if isinstance(kind, types.UnionType) or type(value) is not kind:
         raise ConfigError(f"{name} is of type {getattr(kind, '__name__', kind)}, not {value!r}")
     return value
+
+
+def _parse(text: str, name: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        raise ConfigError(f"{name}: {str(text)!r} is not a value") from None
+
+
+def _free(value: Any, name: str) -> Any:
+    """An entry of a table whose types nobody knows: from the command line it is what TOML makes of it, else text."""
+    if isinstance(value, dict):
+        return {key: _free(entry, f"{name}.{key}") for key, entry in value.items()}
+    if not isinstance(value, _Text):
+        return value
+    try:
+        return _parse(value, name)
+    except ConfigError:
+        return str(value)
 
 
 def dump(config: RunConfig) -> str:
@@ -231,10 +266,9 @@ def _toml(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-        return f'"{escaped}"'
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # TOML's basic strings are JSON's
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(_toml(entry) for entry in value) + "]"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key} = {_toml(entry)}" for key, entry in value.items()) + "}"
+        return "{" + ", ".join(f"{_toml(key)} = {_toml(entry)}" for key, entry in value.items()) + "}"
     return repr(value)

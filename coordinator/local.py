@@ -18,13 +18,14 @@ from typing import Any
 from sqlalchemy import func, select
 
 from protocol.identity import Key
+from protocol.reasons import Refusal
 
 from . import live, seed
 from .cli import EXIT_RUN, EXIT_USAGE, overrides, write_json
 from .config import ConfigError, RunConfig, dump, load
 from .ledger import credits, leases, nodes, report, tables
 from .ledger.database import set_meta
-from .run import Run, RunError, create_run, open_run
+from .run import Run, RunError, create_run, is_unfinished, open_run
 from .supervise import Child, ChildFailed, Family
 
 CHEATS = ("fabricate", "stale", "truncate", "othermodel", "temperature", "replay", "extrafield")
@@ -82,7 +83,7 @@ def main(argv: list[str]) -> int:
     except ConfigError as error:
         print(f"farflung up: {error}", file=sys.stderr)
         return EXIT_USAGE
-    except RunError as error:
+    except (RunError, Refusal, OSError, ValueError) as error:
         print(f"farflung up: {error}", file=sys.stderr)
         return EXIT_RUN
     until, steps = arguments.until, arguments.steps
@@ -108,7 +109,7 @@ def _run(arguments: argparse.Namespace, config: RunConfig, configured: bool) -> 
         path = arguments.dir or max(root.glob("*/spec.json"), key=lambda p: p.stat().st_mtime, default=root).parent
         return open_run(path)
     path = arguments.dir or root / time.strftime("%Y%m%d-%H%M%S")
-    if path.exists() and (path / "spec.json").exists() is False and (path / "run.toml").exists():
+    if path.is_dir() and is_unfinished(path):
         shutil.rmtree(path)  # a run directory that was being made when the process was killed
     return create_run(path, config)
 

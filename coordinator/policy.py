@@ -23,9 +23,14 @@ class PolicyError(Exception):
 
 
 def load_base(folder: Path, dtype: torch.dtype) -> Any:
-    """The causal LM in a Hugging Face directory, in `dtype`, ready for inference (no gradients)."""
+    """The causal LM in a Hugging Face directory, in `dtype`, ready for inference (no gradients). Raises PolicyError if
+    tensors are missing: transformers would draw them at random."""
     config = AutoConfig.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype, attn_implementation="sdpa")
+    model, found = AutoModelForCausalLM.from_pretrained(
+        folder, config=config, dtype=dtype, attn_implementation="sdpa", output_loading_info=True
+    )
+    if found["missing_keys"]:
+        raise PolicyError(f"{folder.name}: missing {sorted(found['missing_keys'])[:3]}")
     return model.eval().requires_grad_(False)
 
 
@@ -52,16 +57,19 @@ def merge_adapter(base: Any, folder: Path) -> Any:
 
 
 class Versions:
-    """Models of the last few versions, made when asked for, the least recently used dropped."""
+    """Models of the last few versions, made when asked for, the least recently used dropped; the base stays."""
 
     def __init__(self, base: Path, adapter: bool, dtype: torch.dtype, keep: int):
         self.base = load_base(base, dtype)
         self.adapter = adapter
         self.keep = keep
-        self._loaded: OrderedDict[str, Any] = OrderedDict({base.name: self.base})
+        self._base_name = base.name
+        self._loaded: OrderedDict[str, Any] = OrderedDict()
 
     def get(self, folder: Path) -> Any:
         """The model of the version whose files are in `folder` (named like the version)."""
+        if folder.name == self._base_name:
+            return self.base
         if folder.name not in self._loaded:
             if self.adapter:
                 model = merge_adapter(self.base, folder)

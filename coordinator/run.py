@@ -150,8 +150,17 @@ def create_run(path: Path, config: RunConfig) -> Run:
         raise RunError(f"{path} already holds a run; continue it with --resume, or choose another --dir")
     if path.exists() and any(path.iterdir()):
         raise RunError(f"{path} is not empty")
-    model = Path(config.model.path) if config.model.path else seed.verify()
-    spec = _spec(config, model)
+    try:
+        model = Path(config.model.path) if config.model.path else seed.verify()
+        spec = _spec(config, model)
+        calibration = _calibration(config, spec)
+    except seed.SeedModelError as error:
+        raise RunError(str(error)) from None
+    except ConfigError:
+        raise
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        # what the model's files or the environment refuse
+        raise ConfigError(f"{type(error).__name__}: {error}") from error
     (path / "keys").mkdir(parents=True)
     key = Key.generate()
     key.save(path / "keys" / "run.pem")
@@ -168,14 +177,19 @@ def create_run(path: Path, config: RunConfig) -> Run:
     published = run.publish_version(staging, 0, 0)
     with run.ledger.write() as tx:
         training.enter_version(tx, spec, published, now=time.time())
-    known = Path(config.model.calibration) if config.model.calibration else seed.calibration()
-    if not mismatches(json.loads(known.read_text()).get("setting", {}), spec):
-        shutil.copyfile(known, run.calibration_path)
-    elif config.model.calibration:
-        raise ConfigError(f"model.calibration: {known} is for another model, dtype, temperature or proof format")
+    if calibration is not None:
+        shutil.copyfile(calibration, run.calibration_path)
     # last: a directory with a spec is a whole one
     _write(path / "spec.json", sign_document(SPEC, spec, key).model_dump_json().encode(), 0o644)
     return run
+
+
+def is_unfinished(path: Path) -> bool:
+    """Is this what a killed `create_run` left, and nothing else? (A folder with somebody's own run.toml is not.)"""
+    if not (path / "keys" / "run.pem").exists() or (path / "spec.json").exists():
+        return False
+    ours = {"keys", "run.toml", ".run.toml.new", "calibration.json", ".spec.json.new", "store", "shards", "versions"}
+    return all(entry.name in ours or entry.name.startswith("ledger.db") for entry in path.iterdir())
 
 
 def open_run(path: Path) -> Run:
@@ -198,6 +212,16 @@ def mismatches(setting: Mapping[str, object], spec: RunSpec) -> list[str]:
         "top_k": spec.proof.top_k,
     }
     return [name for name, value in wanted.items() if setting.get(name) != value]
+
+
+def _calibration(config: RunConfig, spec: RunSpec) -> Path | None:
+    """The known calibration that holds for the run, if there is one."""
+    known = Path(config.model.calibration) if config.model.calibration else seed.calibration()
+    if not mismatches(json.loads(known.read_text()).get("setting", {}), spec):
+        return known
+    if config.model.calibration:
+        raise ConfigError(f"model.calibration: {known} is for another model, dtype, temperature or proof format")
+    return None
 
 
 def _spec(config: RunConfig, model: Path) -> RunSpec:

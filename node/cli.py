@@ -50,7 +50,10 @@ def software() -> str:
 
 def main(argv: list[str]) -> int:
     """Run a worker until it is told to stop. Exit code 0, or 3 if the coordinator refuses it for good."""
-    arguments = parser().parse_args(argv)
+    options = parser()
+    arguments = options.parse_args(argv)
+    if arguments.capacity < 1:
+        options.error("--capacity is at least 1")
     level = logging.INFO if arguments.verbose else logging.WARNING
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(message)s")
     end_with_parent()

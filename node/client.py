@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import secrets
 import time
 from collections.abc import Callable
@@ -60,7 +61,7 @@ class Client:
     def connect(self, url: str, pin: Path) -> RunInfo:
         """Read the run's description and pin its key: from the URL's fragment, else from `pin`, else on first use (TLS
         or loopback only). Raises Refusal(`run_key_changed`), Unreachable."""
-        pinned = pin.read_text().strip() if pin.exists() else None
+        pinned = (pin.read_text().strip() or None) if pin.exists() else None  # empty: a crash while it was written
         named = fragment_key(url)
         if pinned and named and pinned != named:
             raise Refusal(Reason.RUN_KEY_CHANGED, "the URL names another run key than the one pinned here")
@@ -112,22 +113,22 @@ class Client:
     def _send(
         self, method: str, path: str, body: bytes, *, signed: bool = True, content_type: str = "application/json"
     ) -> httpx.Response:
-        headers = {"content-type": content_type} if body else {}
+        headers = {"accept-encoding": "identity"} | ({"content-type": content_type} if body else {})
         request = self._http.build_request(method, self.url + path, content=body, headers=headers)
         if signed:
             nonce = secrets.token_hex(16)
             signatures.sign_request(request, body, self.key, self.run_id, now=self.clock(), nonce=nonce)
         try:
-            response = self._http.send(request)
+            response = _read(self._http.send(request, stream=True))
         except httpx.HTTPError as error:
             raise Unreachable(f"{method} {path}: {type(error).__name__}: {error}"[:200]) from None
-        if len(response.content) > MAX_ANSWER:
-            raise Unreachable(f"{method} {path}: the answer is too large")
         if signed and "signature" in response.headers:
             assert self.run_key is not None
             self._verify(response, self.run_key)
         elif signed and response.status_code < 400:
             raise Refusal(Reason.RUN_KEY_CHANGED, f"{method} {path}: the answer is not signed")
+        elif signed:  # anybody between here and there could have said so: it must not end a worker
+            raise Unreachable(f"{method} {path}: status {response.status_code}, not signed")
         if response.status_code >= 400:
             raise _refusal(response)
         return response
@@ -135,6 +136,23 @@ class Client:
     def _verify(self, response: httpx.Response, run_key: str) -> None:
         parts = signatures.ResponseParts(response.status_code, response.headers, response.request)
         signatures.verify_response(parts, response.content, run_key, self.run_id)
+
+
+def _read(response: httpx.Response) -> httpx.Response:
+    """The whole answer, never more than MAX_ANSWER of it. Raises Unreachable, httpx.HTTPError."""
+    body = bytearray()
+    try:
+        if "content-encoding" in response.headers:
+            raise Unreachable(f"{response.request.url}: the answer is compressed")
+        for chunk in response.iter_bytes():
+            body += chunk
+            if len(body) > MAX_ANSWER:
+                raise Unreachable(f"{response.request.url}: the answer is too large")
+    finally:
+        response.close()
+    return httpx.Response(
+        response.status_code, headers=response.headers, content=bytes(body), request=response.request
+    )
 
 
 def _parse(data: bytes, model: type[Answer]) -> Answer:
@@ -151,4 +169,5 @@ def _refusal(response: httpx.Response) -> Refusal | Unreachable:
     except Unreachable:
         return Unreachable(f"status {response.status_code} without a problem document")
     wait = response.headers.get("retry-after", "")
-    return Refusal(problem.code, problem.detail, retry_after=float(wait) if wait.isdigit() else None)
+    seconds = float(wait) if re.fullmatch("[0-9]{1,5}", wait) else None
+    return Refusal(problem.code, problem.detail, retry_after=seconds)

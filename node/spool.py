@@ -21,10 +21,12 @@ class Spool:
         for leftover in folder.glob("*.part"):
             leftover.unlink()
         self._lock = threading.Lock()
-        self._next = max((int(path.stem) for path in self._files()), default=0) + 1
+        taken = (path.stem for path in folder.iterdir() if path.suffix in (".batch", ".bad"))
+        self._next = max((int(stem) for stem in taken if stem.isdecimal()), default=0) + 1
 
     def _files(self) -> list[Path]:
-        return sorted(self.folder.glob("*.batch"), key=lambda path: int(path.stem))
+        files = (path for path in self.folder.glob("*.batch") if path.stem.isdecimal())
+        return sorted(files, key=lambda path: int(path.stem))
 
     def put(self, completions: Sequence[Completion]) -> None:
         """Keep a batch."""
@@ -36,14 +38,22 @@ class Spool:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, self.folder / f"{number}.batch")
+        descriptor = os.open(self.folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
     def oldest(self) -> tuple[Path, tuple[Completion, ...]] | None:
-        """The oldest batch and its file, or None. A damaged file is set aside as `.bad`."""
+        """The oldest batch and its file, or None. A damaged file is set aside as `.bad`; one that cannot be read now
+        raises OSError and stays."""
         for path in self._files():
             try:
                 items = msgspec.msgpack.decode(path.read_bytes(), type=tuple[Completion, ...])
                 return path, items
-            except (msgspec.MsgspecError, OSError):
+            except FileNotFoundError:
+                continue  # settled by another thread meanwhile
+            except msgspec.MsgspecError:
                 path.rename(path.with_suffix(".bad"))
         return None
 

@@ -8,18 +8,18 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from protocol.completion import Completion, encode_batch
+from protocol.completion import MAX_BATCH_BYTES, MAX_BATCH_ITEMS, Completion, encode_batch
 from protocol.messages import Heartbeat, Lease, LeaseRequest, LeaseSlot, RegisterNode
 from protocol.reasons import Reason, Refusal
 from protocol.runspec import RunSpec
 from toploc import commit_many
 
 from .client import Client, Unreachable
-from .engines.base import Engine, Generated, Request
+from .engines.base import Engine, EngineError, Generated, Request
 from .spool import Spool
 from .sync import Sync
 
@@ -27,6 +27,7 @@ log = logging.getLogger("farflung.node")
 LEASE_WAIT_SECONDS = 10.0
 HEARTBEAT_SECONDS = 5.0
 BACKOFF_SECONDS = (0.2, 5.0)
+MAX_LEASE_SLOTS = 512  # of one request
 State = Literal["fetching", "generating", "waiting"]
 FATAL = frozenset({Reason.RUN_ENDED, Reason.NODE_BANNED, Reason.NOT_ON_ALLOWLIST, Reason.RUN_KEY_CHANGED})
 
@@ -38,6 +39,21 @@ class Slot:
     lease: Lease
     slot: LeaseSlot
     patience: float
+
+
+def batches(completions: Sequence[Completion]) -> Iterator[list[Completion]]:
+    """Cut into batches that the coordinator takes: at most MAX_BATCH_ITEMS, and well below MAX_BATCH_BYTES together."""
+    batch: list[Completion] = []
+    size = 0
+    for item in completions:
+        mine = len(item.tokens) + len(item.logprobs) + len(item.commitment) + 1024
+        if batch and (len(batch) == MAX_BATCH_ITEMS or size + mine > MAX_BATCH_BYTES // 2):
+            yield batch
+            batch, size = [], 0
+        batch.append(item)
+        size += mine
+    if batch:
+        yield batch
 
 
 class Stopped(Exception):
@@ -149,8 +165,8 @@ class Worker:
         delay = BACKOFF_SECONDS[0]
         while not self.stop.is_set():
             versions = self.sync.ready()
-            room = min(self._room(), self.capacity)
-            if not versions or room < self.spec.group_size:
+            room = min(self._room(), self.capacity, MAX_LEASE_SLOTS)
+            if not versions or room < min(self.spec.group_size, self.capacity):  # whole groups, if it can hold one
                 self._sleep(1.0)
                 continue
             try:
@@ -179,7 +195,9 @@ class Worker:
         elif refusal.reason is Reason.VERSION_BEHIND:
             with self._change:
                 self._change.wait_for(lambda: self.stop.is_set() or self.sync.ready() != versions, 1.0)
-        elif refusal.reason not in (Reason.QUEUE_FULL, Reason.NOT_READY):  # those were waited for already
+        elif refusal.reason in (Reason.QUEUE_FULL, Reason.NOT_READY):  # the server has held the answer back already
+            self._sleep(BACKOFF_SECONDS[0] * (0.5 + self.rng.random()))
+        else:
             log.warning("no lease: %s", refusal)
             self._sleep((refusal.retry_after or 1.0) * (0.5 + self.rng.random()))
 
@@ -203,9 +221,15 @@ class Worker:
                 continue
             self._generating = len(slots)
             started = time.monotonic()
-            done = [(slots[index], answer) for index, answer in self.engine.generate(self._requests(slots))]
+            done: list[tuple[Slot, Generated]] = []
+            try:
+                for index, answer in self.engine.generate(self._requests(slots)):
+                    done.append((slots[index], answer))
+            except EngineError as error:  # a version was unloaded meanwhile: its slots are too old for anybody
+                log.warning("%d slots are given up: %s", len(slots) - len(done), error)
             seconds = time.monotonic() - started
-            self.spool.put(self._completions(done, seconds))
+            for batch in batches(self._completions(done, seconds)):
+                self.spool.put(batch)
             tokens = sum(len(answer.tokens) for _, answer in done)
             self._rate = 0.7 * self._rate + 0.3 * tokens / max(seconds, 1e-6)
             self._generating = 0
@@ -277,8 +301,8 @@ class Worker:
         except Refusal as refusal:
             if refusal.reason in FATAL:
                 raise Stopped(refusal.reason, refusal.detail) from None
-            if refusal.status in (401, 429) and refusal.reason is not Reason.SIGNATURE_INVALID:
-                raise Unreachable(str(refusal)) from None  # the clock, a nonce or the rate: worth another try
+            if refusal.status in (401, 425, 429, 503) and refusal.reason is not Reason.SIGNATURE_INVALID:
+                raise Unreachable(str(refusal)) from None  # the clock, a nonce, the rate, a pause: worth another try
             log.warning("a batch of %d completions was refused: %s", len(completions), refusal)
         self.spool.done(path)
         return True

@@ -47,6 +47,7 @@ def create_app(run: Run) -> FastAPI:
             task.cancel()
 
     app = FastAPI(title="farflung coordinator", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app.router.redirect_slashes = False  # no answer sends anybody elsewhere
     app.state.edge = edge
 
     @app.exception_handler(Refusal)
@@ -55,7 +56,9 @@ def create_app(run: Run) -> FastAPI:
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
-        return await edge.problem(request, http_refusal(error))
+        response = await edge.problem(request, http_refusal(error))
+        response.headers.update(error.headers or {})  # `Allow` (RFC 9110, 15.5.6)
+        return response
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
@@ -106,6 +109,9 @@ def _end_if_dead(task: asyncio.Task[Any]) -> None:
 def serve(run: Run, host: str, port: int, ready: Any) -> None:
     """Serve until SIGTERM. `ready(url)` is called once the port is open."""
     listener = socket.create_server((host, port), backlog=512)
+    # asyncio sets it only where it made the socket itself; without it every answer in two pieces waits for an
+    # acknowledgement that the other side delays by 40 ms
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     url = f"http://{host}:{listener.getsockname()[1]}"
     app = create_app(run)
     settings = uvicorn.Config(

@@ -14,6 +14,7 @@ from fastapi import Request, Response
 from pydantic import ValidationError
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from protocol import signatures
 from protocol.canonical import parse_json
@@ -26,6 +27,7 @@ from ..run import Run
 
 log = logging.getLogger("farflung.api")
 BODY_SECONDS = 60.0
+JSON_BYTES = 64 << 10  # the longest honest one has 2 KiB; a schema error per byte of 1 MiB takes a second to report
 WATCH_SECONDS = 0.025
 PACING = frozenset({Reason.QUEUE_FULL, Reason.QUOTA_EXHAUSTED, Reason.VERSION_BEHIND, Reason.NOT_READY})
 """Answers that are no refusal of anything wrong: they say when to come again, and are not counted."""
@@ -94,6 +96,8 @@ class Edge:
             await asyncio.wait_for(read(), BODY_SECONDS)
         except TimeoutError:
             raise Refusal(Reason.MALFORMED_REQUEST, f"the body took longer than {BODY_SECONDS:.0f} s") from None
+        except ClientDisconnect:
+            raise Refusal(Reason.MALFORMED_REQUEST, "the body ended early") from None
         return bytes(received)
 
     async def signer(self, request: Request, body: bytes, *, registered: bool = True) -> str:
@@ -113,7 +117,7 @@ class Edge:
 
     async def signed_body(self, request: Request, model: type[Body], *, registered: bool = True) -> tuple[str, Body]:
         """Who asks, and the JSON body. Raises Refusal."""
-        body = await self.body(request, 1 << 20)
+        body = await self.body(request, JSON_BYTES)
         node_id = await self.signer(request, body, registered=registered)
         return node_id, parse(body, model)
 
@@ -122,10 +126,13 @@ class Edge:
         return self.sign(request, Response(document.model_dump_json(), status, media_type="application/json"))
 
     def sign(self, request: Request, response: Response) -> Response:
-        """Sign an answer that is complete."""
+        """Sign an answer that is complete. Raises Refusal(`malformed_request`) where the request cannot be bound to."""
         asked = signatures.RequestParts(request.method, str(request.url), request.headers)
         parts = signatures.ResponseParts(response.status_code, response.headers, asked)
-        signatures.sign_response(parts, bytes(response.body), self.run.key, self.run.spec.run_id, now=self.clock())
+        try:
+            signatures.sign_response(parts, bytes(response.body), self.run.key, self.run.spec.run_id, now=self.clock())
+        except Exception as error:  # the library refuses addresses that are no URL, such as `?%zz`
+            raise Refusal(Reason.MALFORMED_REQUEST, f"the request cannot be bound to: {error}"[:200]) from None
         return response
 
     async def problem(self, request: Request, refusal: Refusal) -> Response:

@@ -83,6 +83,8 @@ def router(edge: Edge) -> APIRouter:
                 await edge.watch.wait(event, min(left, 1.0))
                 if refusal.reason is Reason.QUEUE_FULL:
                     waited_full += time.monotonic() - tried
+                if await request.is_disconnected():
+                    raise  # nobody is there to take a lease: it would run out, and count as dropped
         await _backpressure(edge, node_id, waited_full)
         return edge.answer(request, answer)
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import secrets
 import socket
-from urllib.parse import urlsplit
+import ssl
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
+from urllib.parse import SplitResult, urlsplit
 
 import httpx
 from fastapi import APIRouter, Request, Response
@@ -28,18 +32,24 @@ from .. import config
 from ..ledger import leases, nodes, tables
 from .edge import Edge
 
+CHALLENGE_SECONDS = 10.0
+MAX_CHALLENGES = 8  # at a time: who stalls them keeps relays out, and nothing else
+MAX_RELAYS = 256  # told to anybody: an answer stays below what a client reads, however many register
+_NAMES = ThreadPoolExecutor(4, "names")  # a name server that stalls holds up no other work
+
 
 def router(edge: Edge) -> APIRouter:
     """Routes of this room."""
     routes = APIRouter(prefix="/v1")
     run = edge.run
+    challenges = asyncio.Semaphore(MAX_CHALLENGES)
 
     @routes.get("/run")
     async def run_info(request: Request) -> Response:
         def read() -> RunInfo:
             with run.ledger.read() as tx:
                 newest = leases.newest_checkpoint(tx)
-                relays = nodes.relay_urls(tx, now=edge.clock())
+                relays = nodes.relay_urls(tx, now=edge.clock())[:MAX_RELAYS]
             return RunInfo(
                 run_key=run.key.id,
                 run_spec=run.spec,
@@ -84,7 +94,7 @@ def router(edge: Edge) -> APIRouter:
             with run.ledger.write() as tx:
                 nodes.heartbeat(tx, node_id, body, now=now)
                 newest = leases.newest_checkpoint(tx)
-                relays = nodes.relay_urls(tx, now=now)
+                relays = nodes.relay_urls(tx, now=now)[:MAX_RELAYS]
             return Directives(
                 newest=None if newest is None else newest[0], relays=relays, drain=edge.watch.closing, upgrade=None
             )
@@ -116,7 +126,10 @@ def router(edge: Edge) -> APIRouter:
     @routes.post("/relays")
     async def relay(request: Request) -> Response:
         relay_id, body = await edge.signed_body(request, RegisterRelay, registered=False)
-        await run_in_threadpool(challenge, relay_id, body.url, run.config.network)
+        if challenges.locked():
+            raise Refusal(Reason.NONCE_LIMIT, "too many relays are being tried at this moment", retry_after=5)
+        async with challenges:
+            await challenge(relay_id, body.url, run.config.network)
 
         def write() -> Directives:
             with run.ledger.write() as tx:
@@ -129,37 +142,66 @@ def router(edge: Edge) -> APIRouter:
     return routes
 
 
-def challenge(relay_id: str, url: str, network: config.NetworkConfig) -> None:
+async def challenge(relay_id: str, url: str, network: config.NetworkConfig) -> None:
     """Enter a relay only after it has signed a nonce at its URL: resolved once, no redirects, no private address unless
-    the run allows it. Raises Refusal(`address_refused`)."""
-    parts = urlsplit(url)
+    the run allows it, within CHALLENGE_SECONDS. Raises Refusal(`address_refused`)."""
+    nonce = secrets.token_hex(16)
     try:
-        port = parts.port or {"http": 80, "https": 443}[parts.scheme]
-        if parts.username or parts.query or parts.fragment or parts.path.strip("/") or not parts.hostname:
-            raise ValueError("a relay is scheme, host and port only")
-        address = ipaddress.ip_address(socket.getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)[0][4][0])
+        async with asyncio.timeout(CHALLENGE_SECONDS):
+            parts, address = await _resolve(url, network)
+            data = await _ask(parts, address, nonce)
+        signed = open_document(data, "relay", RelayChallenge, relay_id)
+    except TimeoutError:
+        raise Refusal(
+            Reason.ADDRESS_REFUSED, f"the relay does not answer within {CHALLENGE_SECONDS:.0f} s"
+        ) from None
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise Refusal(Reason.ADDRESS_REFUSED, f"the relay does not answer at its URL: {error}"[:200]) from None
     except (ValueError, KeyError, OSError) as error:
         raise Refusal(Reason.ADDRESS_REFUSED, f"{url}: {error}"[:200]) from None
-    if not network.allow_private_relays and (not address.is_global or port not in network.relay_ports):
-        raise Refusal(Reason.ADDRESS_REFUSED, "not a public address on an allowed port")
-    nonce = secrets.token_hex(16)
-    host = f"[{address}]" if address.version == 6 else str(address)
-    pinned = f"{parts.scheme}://{host}:{port}"  # https keeps the name, since the certificate is for the name
-    target = url.rstrip("/") if parts.scheme == "https" else pinned
-    try:
-        with httpx.stream(
-            "GET", f"{target}/v1/relay", params={"nonce": nonce}, timeout=5, follow_redirects=False, trust_env=False
-        ) as answer:
-            data = b""
-            for chunk in answer.iter_bytes():
-                data += chunk
-                if answer.status_code != 200 or len(data) > 8192:
-                    raise Refusal(Reason.ADDRESS_REFUSED, f"the relay answered {answer.status_code}")
-    except httpx.HTTPError as error:
-        raise Refusal(Reason.ADDRESS_REFUSED, f"the relay does not answer at its URL: {error}"[:200]) from None
-    try:
-        signed = open_document(data, "relay", RelayChallenge, relay_id)
     except Refusal as refusal:
         raise Refusal(Reason.ADDRESS_REFUSED, refusal.detail) from None
     if (signed.relay_id, signed.url, signed.nonce) != (relay_id, url, nonce):
         raise Refusal(Reason.ADDRESS_REFUSED, "the relay signed something else")
+
+
+async def _resolve(url: str, network: config.NetworkConfig) -> tuple[SplitResult, str]:
+    """The parts of a relay's URL and its address with the port, `1.2.3.4:80`. Raises Refusal, ValueError, KeyError,
+    OSError."""
+    parts = urlsplit(url)
+    port = {"http": 80, "https": 443}[parts.scheme] if parts.port is None else parts.port
+    if not (parts.hostname and port) or "@" in parts.netloc or parts.query or parts.fragment or parts.path.strip("/"):
+        raise ValueError("a relay is scheme, host and port only")
+    look_up = partial(socket.getaddrinfo, parts.hostname, port, type=socket.SOCK_STREAM)
+    found = await asyncio.get_running_loop().run_in_executor(_NAMES, look_up)
+    address = ipaddress.ip_address(found[0][4][0])
+    if not network.allow_private_relays and (not address.is_global or port not in network.relay_ports):
+        raise Refusal(Reason.ADDRESS_REFUSED, "not a public address on an allowed port")
+    return parts, f"[{address}]:{port}" if address.version == 6 else f"{address}:{port}"
+
+
+async def _ask(parts: SplitResult, address: str, nonce: str) -> bytes:
+    """What the relay says at the address that was checked; its name goes into `Host` and the certificate's check.
+    Raises Refusal, httpx.HTTPError."""
+    data = b""
+    async with (
+        httpx.AsyncClient(verify=_tls(), timeout=5, follow_redirects=False, trust_env=False) as client,
+        client.stream(
+            "GET",
+            f"{parts.scheme}://{address}/v1/relay",
+            params={"nonce": nonce},
+            headers={"Host": parts.netloc, "Accept-Encoding": "identity"},
+            extensions={"sni_hostname": parts.hostname},
+        ) as answer,
+    ):
+        async for chunk in answer.aiter_raw():
+            data += chunk
+            if answer.status_code != 200 or len(data) > 8192:
+                raise Refusal(Reason.ADDRESS_REFUSED, f"the relay answered {answer.status_code}")
+    return data
+
+
+@cache
+def _tls() -> ssl.SSLContext:
+    """Read the certificates once: it takes longer than a challenge."""
+    return httpx.create_ssl_context(trust_env=False)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import msgspec
 from fastapi import APIRouter, Request, Response
+from sqlalchemy import Connection, select
 from starlette.concurrency import run_in_threadpool
 
 from protocol.completion import CONTENT_TYPE, MAX_BATCH_BYTES, decode_batch
 from protocol.messages import Acknowledgement, RolloutsAnswer
 from protocol.reasons import Reason, Refusal
 
-from ..ledger import submissions
+from ..ledger import submissions, tables
 from .edge import Edge
 
 
@@ -43,6 +44,9 @@ def router(edge: Edge) -> APIRouter:
             blob = run.store.put(pack_signed_body(request, body))  # durable before anything is acknowledged
             with run.ledger.write() as tx:
                 results = submissions.submit(tx, node_id, items, blob, now=edge.clock())
+                kept = _is_evidence(tx, results, blob)
+            if not kept:  # refused, or acknowledged before; no other request can have this nonce, and so this name
+                run.store.path(blob).unlink(missing_ok=True)
             codes = {result.code for result in results}
             if len(codes) == 1 and (code := codes.pop()) is not None:
                 raise Refusal(code)
@@ -63,3 +67,10 @@ def router(edge: Edge) -> APIRouter:
         return edge.answer(request, await run_in_threadpool(submit))
 
     return routes
+
+
+def _is_evidence(tx: Connection, results: list[submissions.Result], blob: str) -> bool:
+    """Does an acknowledged rollout name this body?"""
+    ids = [result.rollout_id for result in results if result.rollout_id is not None]
+    query = select(tables.rollouts.c.id).where(tables.rollouts.c.id.in_(ids), tables.rollouts.c.blob == blob)
+    return tx.execute(query.limit(1)).one_or_none() is not None

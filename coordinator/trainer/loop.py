@@ -18,7 +18,7 @@ from protocol.manifest import Canary
 from ..ledger import tables, training
 from ..ledger.training import Batch
 from ..policy import make_canary
-from ..run import Run
+from ..run import Run, RunError
 from . import checkpoint
 from .advantages import group_advantages
 from .model import Learner
@@ -38,9 +38,12 @@ class Trainer:
         self.metrics = checkpoint.restore(self.root, self.learner)
 
     def serve(self, stop: Callable[[], bool], max_steps: int | None = None) -> None:
-        """Step after step until `stop()`; after `max_steps` of the run it only waits."""
+        """Step after step until `stop()`; after `max_steps` of the run it only waits. Raises RunError if checkpoints
+        are gone: to go on from older weights would undo what was published."""
         while not stop():
             step = self._confirmed() + 1
+            if self.learner.step < step - 1:
+                raise RunError(f"step {step - 1} is confirmed, the newest checkpoint is of step {self.learner.step}")
             if max_steps is not None and step > max_steps:
                 time.sleep(0.1)
                 continue

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+MAX_LOG_RATIO = 60.0  # nats: far beyond every clip; exp overflows float32 at 89, and 0 x inf is no gradient
+
 
 @dataclass(frozen=True)
 class LossConfig:
@@ -55,7 +57,8 @@ def policy_loss(
     """
     delta = torch.where(mask, logp_theta - logp_old, 0.0)
     gap = torch.where(mask, logp_old - logp_engine, 0.0)
-    ratio = delta.exp()
+    bounded = torch.where(delta > MAX_LOG_RATIO, MAX_LOG_RATIO, delta)  # unlike clamp, keeps the gradient of a NaN
+    ratio = bounded.exp()
     weight = gap.exp().clamp(max=config.engine_cap)
     advantage = advantages[:, None].expand_as(ratio)
     clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
@@ -69,7 +72,7 @@ def policy_loss(
         sums = LossSums(
             loss=float(per_token.sum()),
             ratio=float(torch.where(mask, ratio, 0.0).sum()),
-            kl=float(torch.where(mask, ratio - 1 - delta, 0.0).sum()),
+            kl=float(torch.where(mask, torch.expm1(bounded) - bounded, 0.0).sum()),
             clipped=float((beyond & mask).sum()),
             engine_weight=float(torch.where(mask, weight, 0.0).sum()),
             engine_gap=float(gap.abs().sum()),

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from toploc import logprobs, sample
@@ -38,7 +39,7 @@ class HFEngine:
         """See Engine.load. Raises EngineError."""
         try:
             model = self._full(folder) if base is None else self._adapted(folder, base)
-        except (OSError, ValueError, KeyError, RuntimeError) as error:
+        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
             raise EngineError(f"cannot load {folder.name}: {error}") from error
         with self._lock:
             self._models[version] = model
@@ -47,11 +48,12 @@ class HFEngine:
         from safetensors.torch import load_file
 
         if self._template is None:
-            self._template = (
-                AutoModelForCausalLM.from_pretrained(folder, dtype=self.dtype, attn_implementation="sdpa")
-                .eval()
-                .requires_grad_(False)
+            model, found = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=self.dtype, attn_implementation="sdpa", output_loading_info=True
             )
+            if found["missing_keys"]:  # transformers would draw them at random, with a warning
+                raise EngineError(f"{folder.name} lacks {sorted(found['missing_keys'])[:3]}")
+            self._template = model.eval().requires_grad_(False)
             return self._template
         model = copy.deepcopy(self._template)
         tensors: dict[str, torch.Tensor] = {}
@@ -95,8 +97,9 @@ class HFEngine:
         alike: dict[tuple[int, float], list[int]] = defaultdict(list)
         for index, request in enumerate(requests):
             alike[request.version, request.temperature].append(index)
+        models = {version: self.model(version) for version, _ in alike}  # held until the end, whatever is unloaded
         for (version, temperature), indices in alike.items():
-            model = self.model(version)
+            model = models[version]
             indices.sort(key=lambda index: len(requests[index].prompt))
             for start in range(0, len(indices), self.batch):
                 part = indices[start : start + self.batch]

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 from sqlalchemy import select
+from sqlalchemy.exc import IntegrityError
 
 from coordinator.ledger import clock, leases
 from coordinator.ledger.database import Ledger
@@ -219,7 +220,7 @@ def test_unregistered_nodes_cannot_hold_a_slot(ledger: Ledger, spec: RunSpec) ->
     """The edge refuses them before; the database does so again."""
     with ledger.write() as tx:
         builders.begin(tx, spec, "a")
-    with pytest.raises(Exception, match="FOREIGN KEY"), ledger.write() as tx:
+    with pytest.raises(IntegrityError), ledger.write() as tx:
         lease(tx, spec, "stranger")
     with ledger.read() as tx:
         assert tx.execute(select(groups)).all() == [] and tx.execute(select(rollouts)).all() == []

@@ -3,7 +3,7 @@
 import pytest
 from sqlalchemy import func, select
 
-from coordinator.ledger import nodes
+from coordinator.ledger import clock, nodes
 from coordinator.ledger.database import Ledger, get_meta, set_meta
 from coordinator.ledger.tables import allowlist, nonces, refusals
 from coordinator.ledger.tables import nodes as table
@@ -117,16 +117,41 @@ def test_account_counts_what_became_of_the_work(ledger: Ledger, spec: RunSpec) -
     assert (other.accepted, other.pending, other.credit, other.status) == (0, 0, 0, "active")
 
 
-def test_record_of_a_node(ledger: Ledger, spec: RunSpec) -> None:
+def test_history_of_a_node(ledger: Ledger, spec: RunSpec) -> None:
+    reject = lambda job: (builders.REJECTED, 0.0)  # noqa: E731
+    with ledger.write() as tx:
+        builders.begin(tx, spec, "a", "b")
+        assert nodes.history(tx, A) == nodes.History(0, 0, 0, 0)
+        builders.work(tx, spec, "a", 4, now=1.0)
+        assert nodes.history(tx, A) == nodes.History(0, 0, 4, 0)
+        builders.work(tx, spec, "a", 1, reject, now=2.0)
+        builders.lease(tx, spec, "a", 2, now=2.0)
+        assert nodes.history(tx, A) == nodes.History(1, 0, 5, 0), "what is still out is neither"
+        for now in (30.0, 60.0, 90.0, 103.0):
+            clock.tick(tx, spec, 4, now=now)
+        builders.work(tx, spec, "a", 3, now=104.0)
+        assert nodes.history(tx, A) == nodes.History(1, 3, 8, 2)
+        assert nodes.history(tx, B) == nodes.History(0, 0, 0, 0)
+
+
+def test_work_that_was_called_off_is_no_drop(ledger: Ledger, spec: RunSpec) -> None:
     with ledger.write() as tx:
         builders.begin(tx, spec, "a")
-        assert nodes.record(tx, A) == (0, 0)
-        builders.work(tx, spec, "a", 4, now=1.0)
-        assert nodes.record(tx, A) == (0, 0)
-        builders.work(tx, spec, "a", 1, lambda job: (builders.REJECTED, 0.0), now=2.0)
-        assert nodes.record(tx, A) == (1, 0)
-        builders.work(tx, spec, "a", 3, now=3.0)
-        assert nodes.record(tx, A) == (1, 3)
+        builders.lease(tx, spec, "a", 4)
+        for version in (1, 2):
+            builders.publish(tx, spec, version)
+        assert nodes.history(tx, A) == nodes.History(0, 0, 0, 0)
+
+
+def test_history_forgets_all_but_the_last_hundred(ledger: Ledger) -> None:
+    spec = builders.make_spec(max_staleness=0, rollouts_per_version=200)
+    with ledger.write() as tx:
+        builders.begin(tx, spec, "a")
+        builders.lease(tx, spec, "a", 30)
+        for turn in range(5):
+            clock.tick(tx, spec, 4, now=turn * 29.0)
+        builders.work(tx, spec, "a", 90, now=120.0)
+        assert nodes.history(tx, A) == nodes.History(0, 0, 90, 10)
 
 
 def test_relays_that_fall_silent_are_left_out(ledger: Ledger) -> None:

@@ -81,6 +81,7 @@ def test_kinds_are_not_confused() -> None:
     data = envelope()
     refused(data, "receipt")
     refused(data.replace(b'"kind":"head"', b'"kind":"receipt"'), "receipt")
+    refused(data.replace(b'"kind":"head"', b'"kind":"receipt"'), HEAD)
     refused(data, HEAD, Manifest)
 
 

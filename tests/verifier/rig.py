@@ -5,24 +5,29 @@ from __future__ import annotations
 import itertools
 import json
 import struct
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import httpx
 import msgspec
 import torch
 from sqlalchemy import event, select
 
+import coordinator.run as run_module
 from coordinator.api.leases import decode_prompt, make_problem
 from coordinator.api.rollouts import pack_signed_body
 from coordinator.config import RunConfig, ScheduleConfig
-from coordinator.ledger import leases, nodes, submissions, tables, verdicts
+from coordinator.ledger import credits, leases, nodes, submissions, tables, verdicts
 from coordinator.ledger.leases import Granted
 from coordinator.ledger.states import RolloutState
 from coordinator.ledger.submissions import Item, Result
 from coordinator.run import Run, create_run
 from coordinator.verifier.calibrate import load_calibration
+from coordinator.verifier.service import Verifier
 from node.engines.base import Generated, Request
 from node.engines.hf import HFEngine
 from protocol import signatures
@@ -39,10 +44,12 @@ Rule = Callable[[verdicts.Job], float]
 
 
 def make_run(path: Path, *, schedule: dict[str, Any] | None = None, **sections: Any) -> Run:
-    """A run of the seed model: G = 4, B = 16, S = 4, no forced commits (tests pull no plug)."""
+    """A run of the seed model: G = 4, B = 16, S = 4, fixed run id and seed key, commits not forced to disk."""
     small = {"group_size": 4, "rollouts_per_version": 16, "open_slots_per_node": 512}
     config = RunConfig(schedule=ScheduleConfig(**small | (schedule or {})), **sections)
-    return relax(create_run(path, config))
+    fixed = SimpleNamespace(token_hex=lambda count: "5e" * count, token_bytes=lambda count: b"k" * count)
+    with mock.patch.object(run_module, "secrets", fixed):  # the same slots and seeds every time
+        return relax(create_run(path, config))
 
 
 def relax(run: Run) -> Run:
@@ -54,14 +61,7 @@ def relax(run: Run) -> Run:
 
 def thresholds(run: Run) -> Thresholds:
     """Those of the shipped calibration."""
-    spec = run.spec
-    return load_calibration(
-        run.calibration_path,
-        model_digest=spec.model.base_weights_digest,
-        dtype=spec.model.dtype,
-        chunk_rows=spec.proof.chunk_rows,
-        top_k=spec.proof.top_k,
-    ).thresholds
+    return load_calibration(run.calibration_path, run.spec).thresholds
 
 
 class Node:
@@ -251,3 +251,22 @@ def replace(completion: Completion, **changes: Any) -> Completion:
     return msgspec.structs.replace(completion, **changes)
 
 
+def drain(verifier: Verifier) -> int:
+    """Verify until nothing waits; how many batches that took (a dozen at most)."""
+    for batches in range(12):
+        if verifier.verify_some() == 0:
+            return batches
+    raise AssertionError("the verifier never ends")
+
+
+def states(run: Run) -> Counter[str]:
+    """How many rollouts are in each state."""
+    return Counter(row["state"] for row in rows(run))
+
+
+def balanced(run: Run) -> credits.Balance:
+    """The checked accounts."""
+    with run.ledger.read() as tx:
+        found = credits.check_balance(tx)
+    assert found.balanced, found.problems
+    return found
