@@ -150,7 +150,7 @@ def test_interrupt_stops_everything(start: Start) -> None:
     assert "--resume" in up.output.read_text()
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("staleness", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_low_staleness_never_stalls(start: Start, staleness: int) -> None:
     """S = 0 is synchronous and S = 1 nearly: small batches, several versions, no permanent `queue_full`."""
     up = start(
@@ -163,7 +163,7 @@ def test_low_staleness_never_stalls(start: Start, staleness: int) -> None:
     assert summary["ledger_balanced"] is True
 
 
-@pytest.mark.parametrize("staleness", [0, 4])
+@pytest.mark.parametrize("staleness", [0, pytest.param(4, marks=pytest.mark.slow)])
 def test_groups_without_variance_never_block_a_run(start: Start, staleness: int) -> None:
     """Words so long that nearly every group fails as a whole: such groups are paid, not trained, and not counted."""
     up = start(
