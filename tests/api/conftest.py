@@ -10,7 +10,7 @@ from tests.api.world import Node, World, served, small
 pytestmark = pytest.mark.network
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     """Room for everybody; relays may be anywhere."""
     folder = tmp_path_factory.mktemp("coordinator")

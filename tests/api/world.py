@@ -325,7 +325,7 @@ def served(path: Path, config: RunConfig) -> Iterator[World]:
     assert isinstance(url, str), url
     world = World(run, url)
     handler = _Errors(world.errors)
-    loggers = [logging.getLogger(name) for name in ("uvicorn.error", "asyncio", "farflung")]
+    loggers = [logging.getLogger(name) for name in ("uvicorn.error", "asyncio", "farflung.api")]
     for logger in loggers:
         logger.addHandler(handler)
     try:
