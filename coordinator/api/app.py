@@ -37,6 +37,7 @@ def create_app(run: Run) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await run_in_threadpool(lambda: (run.task, run.codec, leases.make_problem(run, 0)))
+        await run_in_threadpool(_tick_once, edge)  # an outage extends deadlines before anybody can be too late
         background = [asyncio.create_task(edge.watch.run()), asyncio.create_task(_tick(edge))]
         for task in background:
             task.add_done_callback(_end_if_dead)
@@ -87,16 +88,16 @@ def create_app(run: Run) -> FastAPI:
     return app
 
 
-async def _tick(edge: Edge) -> None:
+def _tick_once(edge: Edge) -> None:
     run = edge.run
+    with run.ledger.write() as tx:
+        clock.tick(tx, run.spec, run.config.min_group, now=edge.clock())
 
-    def tick() -> None:
-        with run.ledger.write() as tx:
-            clock.tick(tx, run.spec, run.config.min_group, now=edge.clock())
 
+async def _tick(edge: Edge) -> None:
     while True:
-        await run_in_threadpool(tick)
         await asyncio.sleep(1.0)
+        await run_in_threadpool(_tick_once, edge)
 
 
 def _end_if_dead(task: asyncio.Task[Any]) -> None:
