@@ -7,8 +7,6 @@ import pytest
 
 from tests.api.world import Node, World, served, small
 
-pytestmark = pytest.mark.network
-
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:

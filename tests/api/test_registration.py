@@ -18,6 +18,8 @@ from protocol.messages import NodeAccount, RunInfo
 from protocol.reasons import Reason, Refusal
 from tests.api.world import ABOUT, Node, World, check_problem, check_signed
 
+pytestmark = pytest.mark.network
+
 BODY = canonical_json(ABOUT.model_dump(mode="json"))
 WEAK = ["00" * 32, "01" + "00" * 31, "ec" + "ff" * 30 + "7f", "ff" * 32]
 

@@ -6,6 +6,7 @@ import logging
 import queue
 import secrets
 import socket
+import ssl
 import threading
 import time
 from collections import Counter
@@ -39,6 +40,8 @@ from protocol.reasons import ADVICE, STATUS, Reason
 ABOUT = RegisterNode(software="test", engine="test", device="cpu")
 PATIENCE = 30.0
 """Seconds after which something that should happen at once is given up."""
+
+_TLS = ssl.create_default_context()
 
 
 def small(*, rollouts_per_version: int = 4, max_staleness: int = 0, private_relays: bool = False) -> RunConfig:
@@ -74,6 +77,7 @@ class World:
 
     run: Run
     url: str
+    server: uvicorn.Server
     answers: list[Answer] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     _keys: int = 0
@@ -103,7 +107,8 @@ class World:
 
     def client(self, key: Key, pins: Path, clock: Callable[[], float] = time.time) -> Client:
         """The node's own client, connected. `pins` is a folder."""
-        client = Client(self.url, key, clock)
+        with mock.patch.object(ssl, "create_default_context", return_value=_TLS):  # 30 ms each, for nothing here
+            client = Client(self.url, key, clock)
         self.watch(client._http, key.id)
         client.connect(f"{self.url}#run={self.run.key.id}", pins / key.id)
         return client
@@ -323,7 +328,7 @@ def served(path: Path, config: RunConfig) -> Iterator[World]:
         thread.start()
         url = started.get(timeout=PATIENCE)
     assert isinstance(url, str), url
-    world = World(run, url)
+    world = World(run, url, servers[0])
     handler = _Errors(world.errors)
     loggers = [logging.getLogger(name) for name in ("uvicorn.error", "asyncio", "farflung.api")]
     for logger in loggers:
