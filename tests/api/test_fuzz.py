@@ -19,7 +19,7 @@ from tests.api.world import ABOUT, Node, World, completion, served, small
 
 pytestmark = pytest.mark.network
 
-JSON_EXAMPLES, MSGPACK_EXAMPLES = 200, 500
+JSON_EXAMPLES, MSGPACK_EXAMPLES = 150, 300
 QUIET = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]
 GOOD: dict[str, dict[str, Any]] = {
     "/v1/nodes": ABOUT.model_dump(),

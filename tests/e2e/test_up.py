@@ -70,10 +70,10 @@ def test_versions_ledger_and_weights_move(start: Start) -> None:
 
 
 def test_every_cheat_is_rejected_with_its_reason(start: Start) -> None:
-    """One worker of each kind beside two honest ones: who differs from the slot's answer is rejected, who doesn't is
-    counted apart, the honest are not touched."""
+    """One worker of each kind beside an honest one: who differs from the slot's answer is rejected, who doesn't is
+    counted apart, the honest one is not touched."""
     kinds = ("fabricate", "stale", "truncate", "othermodel", "temperature", "replay", "extrafield")
-    up = start("--steps", "8", "--seed", "2", *(word for kind in kinds for word in ("--cheat", kind)))
+    up = start("--steps", "8", "--seed", "2", "--workers", "1", *(word for kind in kinds for word in ("--cheat", kind)))
     summary = up.finish()
     reasons = {
         "fabricate": {"sampling_mismatch"},
@@ -84,9 +84,8 @@ def test_every_cheat_is_rejected_with_its_reason(start: Start) -> None:
         "replay": {"sampling_mismatch"},
     }
     accounts = summary["nodes"]
-    for name in ("w0", "w1"):
-        assert accounts[name]["rejected"] == {} and accounts[name]["accepted"] > 0
-        assert accounts[name]["accepted"] == accounts[name]["token_identical"]
+    assert accounts["w0"]["rejected"] == {} and accounts["w0"]["accepted"] > 0
+    assert accounts["w0"]["accepted"] == accounts["w0"]["token_identical"]
     for label, account in accounts.items():
         kind = label.partition("(cheats: ")[2].rstrip(")")
         if kind in reasons:
@@ -150,7 +149,8 @@ def test_interrupt_stops_everything(start: Start) -> None:
     assert "--resume" in up.output.read_text()
 
 
-@pytest.mark.parametrize("staleness", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("staleness", [0, 1])
 def test_low_staleness_never_stalls(start: Start, staleness: int) -> None:
     """S = 0 is synchronous and S = 1 nearly: small batches, several versions, no permanent `queue_full`."""
     up = start(
@@ -178,3 +178,4 @@ def test_groups_without_variance_never_block_a_run(start: Start, staleness: int)
         up.query(f"select count(*) from groups where state = '{state}'")[0][0] for state in ("surplus", "trained")
     )
     assert trained == 12 and surplus > 3 * trained
+    assert summary["staleness_max"] <= staleness

@@ -302,7 +302,9 @@ TestLedgerMachine = LedgerMachine.TestCase
 TestLedgerMachine.settings = settings(max_examples=12, stateful_step_count=25)
 
 
-@pytest.mark.parametrize("staleness,min_group,publish_every", [(0, 2, 1), (1, 3, 2), (4, 2, 1)])
+@pytest.mark.parametrize(
+    "staleness,min_group,publish_every", [(0, 2, 1), pytest.param(1, 3, 2, marks=pytest.mark.slow), (4, 2, 1)]
+)
 def test_long_walk(staleness: int, min_group: int, publish_every: int) -> None:
     """The same rules in proportions that let a run get somewhere: versions come out, groups age, nodes disappear."""
     machine, chance = LedgerMachine(), Random(staleness)

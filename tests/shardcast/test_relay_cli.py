@@ -160,7 +160,10 @@ def test_ends_with_its_parent(tmp_path: Path, watched: bool) -> None:
     limited(main)
 
 
-@pytest.mark.parametrize("pin", ["option", "fragment", "folder"])
+SLOW = [pytest.param(pin, marks=pytest.mark.slow) for pin in ("option", "fragment")]
+
+
+@pytest.mark.parametrize("pin", ["folder", *SLOW])
 def test_a_changed_run_key_is_a_hard_stop(tmp_path: Path, pin: str) -> None:
     async def main() -> None:
         async with serving(Origin(ShardStore(tmp_path / "o"), OTHER_KEY)) as origin:
