@@ -16,7 +16,7 @@ from coordinator.api import edge
 from protocol.completion import CONTENT_TYPE, MAX_BATCH_BYTES, encode_batch
 from protocol.reasons import Reason
 from protocol.signatures import sign_request
-from tests.api.world import Node, World, check_problem, check_signed, eventually, read_all
+from tests.api.world import Node, World, check_problem, check_signed, read_all
 
 pytestmark = pytest.mark.network
 
@@ -147,7 +147,7 @@ def test_heads_that_nobody_honest_sends(world: World, name: str) -> None:
 )  # fmt: skip
 def test_who_hangs_up_early_harms_nobody(world: World, data: bytes) -> None:
     for abort in (False, True):
-        with world.connect() as connection:
+        with world.settles(), world.connect() as connection:
             connection.sendall(data)
             if abort:  # RST instead of FIN
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\x00\x00\x00\x00\x00\x00\x00")
@@ -157,9 +157,9 @@ def test_who_hangs_up_early_harms_nobody(world: World, data: bytes) -> None:
 
 def test_a_body_that_ends_early_is_a_malformed_request(world: World) -> None:
     before = world.refusals()[Reason.MALFORMED_REQUEST.value]
-    with world.connect() as connection:
+    with world.settles(), world.connect() as connection:
         connection.sendall(P + b"Content-Length: 10\r\n\r\n{")
-    eventually(lambda: world.refusals()[Reason.MALFORMED_REQUEST.value] == before + 1)
+    assert world.refusals()[Reason.MALFORMED_REQUEST.value] == before + 1
     assert world.errors == [], "and nothing that a server should log as its own error"
 
 

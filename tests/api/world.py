@@ -207,6 +207,15 @@ class World:
         assert self.refusals() - counted == Counter(reason.value for reason in reasons)
         assert self.snapshot() == before
 
+    @contextmanager
+    def settles(self) -> Iterator[None]:
+        """The server is done with every connection that was opened in here when this returns."""
+        state = self.server.server_state
+        before = set(state.connections)
+        yield
+        self.raw(b"GET /v1/run HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")  # accepted after the others
+        eventually(lambda: not state.tasks and set(state.connections) <= before)
+
     def serves(self) -> bool:
         """Does the server still answer?"""
         return self.http.get(f"{self.url}/v1/run").status_code == 200

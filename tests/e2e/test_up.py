@@ -71,7 +71,8 @@ def test_versions_ledger_and_weights_move(start: Start) -> None:
 
 def test_every_cheat_is_rejected_with_its_reason(start: Start) -> None:
     """One worker of each kind beside an honest one: who differs from the slot's answer is rejected, who doesn't is
-    counted apart, the honest one is not touched."""
+    counted apart, the honest one is not touched. The same up to near-ties: where two tokens score alike to within the
+    rounding of float32, which happens once in some ten thousand tokens, either is the answer."""
     kinds = ("fabricate", "stale", "truncate", "othermodel", "temperature", "replay", "extrafield")
     up = start("--steps", "8", "--seed", "2", "--workers", "1", *(word for kind in kinds for word in ("--cheat", kind)))
     summary = up.finish()
@@ -85,20 +86,23 @@ def test_every_cheat_is_rejected_with_its_reason(start: Start) -> None:
     }
     accounts = summary["nodes"]
     assert accounts["w0"]["rejected"] == {} and accounts["w0"]["accepted"] > 0
-    assert accounts["w0"]["accepted"] == accounts["w0"]["token_identical"]
+    near_ties = up.query(
+        "select r.node_id, v.measures from rollouts r join verdicts v on v.rollout_id = r.id "
+        "where v.outcome = 'accepted' and not r.token_identical"
+    )
+    for _, measures in near_ties:
+        assert 0 < max(json.loads(measures)["margins"]) < 2e-4, measures
+    assert len(near_ties) <= 5
     for label, account in accounts.items():
         kind = label.partition("(cheats: ")[2].rstrip(")")
         if kind in reasons:
             assert account["rejected"], (label, account)
             assert account["rejected"].keys() <= reasons[kind], (label, account)
-            assert account["accepted"] == account["token_identical"], "only the slot's own answer passes"
     assert accounts.keys() >= {f"c{number} (cheats: {kind})" for number, kind in enumerate(kinds) if kind in reasons}
     assert summary["rejected"]["malformed_request"] > 0, "the extra field is refused at the door"
     assert summary["ledger_balanced"] is True
-    trained = up.query(
-        "select count(*) from rollouts where state = 'trained' and (token_identical = 0 or code is not null)"
-    )
-    assert trained == [(0,)], "nothing that differs is trained on"
+    assert sum(account["accepted"] - account["token_identical"] for account in accounts.values()) == len(near_ties)
+    assert up.query("select count(*) from rollouts where state = 'trained' and code is not null") == [(0,)]
     rejected = up.query("select id from rollouts where state = 'rejected' and code = 'sampling_mismatch' limit 1")[0][0]
     command = [sys.executable, "-m", "farflung", "audit", "show", str(rejected), "--dir", str(up.run), "--json", "-"]
     shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
