@@ -9,7 +9,10 @@ rounded once, since float32 logarithms differ between libraries on a quarter of 
 import math
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
+
+from toploc import kernels
 
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -65,15 +68,8 @@ def sample(logits: torch.Tensor, seeds: Ints, positions: Ints, temperature: floa
     `noise`. Raises ValueError for a temperature that is not finite and > 0 (in float32), for NaN or +inf
     logits, and for rows that forbid everything.
     """
-    scale = _scale(temperature, logits)
-    low, high, position = _keys(seeds, positions, logits.device, len(logits))
-    tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-    usable = torch.ones((), dtype=torch.bool, device=logits.device)
-    for rows in _row_blocks(*_shape(logits), logits.device):
-        scores = _scores(logits[rows], scale, low[rows], high[rows], position[rows])
-        best, tokens[rows] = scores.max(dim=-1)
-        usable &= best.isfinite().all()  # max carries NaN through
-    if not bool(usable):
+    best, tokens, _ = _best(logits, None, seeds, positions, temperature)
+    if not bool(best.isfinite().all()):
         raise ValueError("logits with NaN or +inf, or a row without a finite entry")
     return tokens
 
@@ -88,14 +84,8 @@ def margins(
     positions are per row. NaN logits give NaN, a forbidden token inf. Raises ValueError as `sample` does for
     the temperature, and for tokens outside the vocabulary.
     """
-    scale = _scale(temperature, logits)
-    low, high, position = _keys(seeds, positions, logits.device, len(logits))
-    claimed = _tokens(tokens, logits)
-    result = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
-    for rows in _row_blocks(*_shape(logits), logits.device):
-        scores = _scores(logits[rows], scale, low[rows], high[rows], position[rows])
-        result[rows] = scores.amax(dim=-1) - scores.gather(1, claimed[rows, None])[:, 0]
-    return result
+    best, _, score = _best(logits, _tokens(tokens, logits), seeds, positions, temperature)
+    return best - score
 
 
 def logprobs(logits: torch.Tensor, tokens: Ints, temperature: float) -> torch.Tensor:
@@ -109,10 +99,63 @@ def logprobs(logits: torch.Tensor, tokens: Ints, temperature: float) -> torch.Te
     return result
 
 
-def _scores(
-    logits: torch.Tensor, scale: torch.Tensor, low: torch.Tensor, high: torch.Tensor, position: torch.Tensor
-) -> torch.Tensor:
-    return logits.to(torch.float32) / scale + _gumbel(_words(low, high, position, logits.shape[1]))
+_Best = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _best(
+    logits: torch.Tensor, claimed: torch.Tensor | None, seeds: Ints, positions: Ints, temperature: float
+) -> _Best:
+    """Per row: the largest logit / T + noise (NaN where a logit is), the first token that has it, and the score of the
+    claimed token (of the best one where none is claimed)."""
+    scale = _scale(temperature, logits)
+    low, high, position = _keys(seeds, positions, logits.device, len(logits))
+    blocks = _row_blocks(*_shape(logits), logits.device)
+    find = _best_compiled if logits.device.type == "cpu" else _best_torch
+    mine = torch.full_like(low, -1) if claimed is None else claimed
+    found = [find(logits[b].detach().float(), scale, low[b], high[b], position[b], mine[b]) for b in blocks]
+    if not found:
+        empty = torch.empty(0, device=logits.device)
+        return empty, empty.to(torch.int64), empty
+    best, token, score = (torch.cat(parts) for parts in zip(*found, strict=True))
+    return best, token, score
+
+
+def _best_torch(
+    logits: torch.Tensor,
+    scale: torch.Tensor,
+    low: torch.Tensor,
+    high: torch.Tensor,
+    position: torch.Tensor,
+    claimed: torch.Tensor,
+) -> _Best:
+    scores = logits / scale + _gumbel(_words(low, high, position, logits.shape[1]))
+    best, token = scores.max(dim=-1)  # max carries NaN through
+    first = torch.where(claimed < 0, token, claimed)
+    return best, token, scores.gather(1, first[:, None])[:, 0]
+
+
+def _best_compiled(
+    logits: torch.Tensor,
+    scale: torch.Tensor,
+    low: torch.Tensor,
+    high: torch.Tensor,
+    position: torch.Tensor,
+    claimed: torch.Tensor,
+) -> _Best:
+    n = len(logits)
+    best, token, score = np.empty(n, np.float32), np.empty(n, np.int64), np.empty(n, np.float32)
+    kernels.best_scores(
+        logits.contiguous().numpy(),
+        np.float32(scale.item()),
+        low.numpy().view(np.uint64),
+        high.numpy().view(np.uint64),
+        position.numpy().view(np.uint64),
+        claimed.numpy(),
+        best,
+        token,
+        score,
+    )
+    return torch.from_numpy(best), torch.from_numpy(token), torch.from_numpy(score)
 
 
 def _words(low: torch.Tensor, high: torch.Tensor, position: torch.Tensor, vocab_size: int) -> torch.Tensor:

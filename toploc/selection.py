@@ -16,6 +16,7 @@ import torch
 _MAGNITUDE = 0x7FFF
 _EXPONENT = 0x7F80
 _INDEX_BITS = 40
+_BLOCKS = 1024
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,15 +45,12 @@ def check_shape_parameters(chunk_rows: int, top_k: int) -> None:
 def round_to_bf16(hidden: torch.Tensor) -> torch.Tensor:
     """Round to bfloat16, nearest-even, once. Any float dtype and device in, bfloat16 of the same shape out.
 
-    Raises ValueError where the input is not floating point or a rounded value is not finite.
+    Raises ValueError where the input is not floating point.
     """
     if not isinstance(hidden, torch.Tensor) or not hidden.is_floating_point():
         raise ValueError("hidden states must be a floating-point tensor")
     values = _round_to_odd(hidden.detach()) if hidden.dtype == torch.float64 else hidden.detach()
-    rounded = values.to(torch.bfloat16).contiguous()
-    if bool(((rounded.view(torch.int16) & _EXPONENT) == _EXPONENT).any()):
-        raise ValueError("hidden states hold values that are not finite in bfloat16")
-    return rounded
+    return values.to(torch.bfloat16).contiguous()
 
 
 def select(hiddens: Sequence[torch.Tensor], chunk_rows: int, top_k: int) -> Selection:
@@ -83,6 +81,8 @@ def select(hiddens: Sequence[torch.Tensor], chunk_rows: int, top_k: int) -> Sele
         k = int(counts[members[0]])
         pick = _top_k_numpy if chunks[members[0]].device.type == "cpu" else _top_k_torch
         indices[members, :k], bits[members, :k] = pick([chunks[i] for i in members], k)
+    if bool(((bits & _EXPONENT) == _EXPONENT).any()):  # infinities and NaN are the largest magnitudes of all
+        raise ValueError("hidden states hold values that are not finite in bfloat16")
     return Selection(indices, bits, counts, np.array(rows, dtype=np.int64), tuple(per_completion))
 
 
@@ -97,19 +97,34 @@ _Picked = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
 
 
 def _top_k_numpy(chunks: Sequence[torch.Tensor], k: int) -> _Picked:
-    """int16 patterns [m] each -> ascending indices and patterns, int64 [n, k]: one linear partition per
-    chunk."""
+    """int16 patterns [m] each -> ascending indices and patterns, int64 [n, k].
+
+    The entries fall into blocks (of one column each, so that maxima are taken elementwise). The k-th largest block
+    maximum is no larger than the k-th largest entry, so only entries from there on need sorting.
+    """
     indices = np.empty((len(chunks), k), dtype=np.int64)
     bits = np.empty((len(chunks), k), dtype=np.int64)
     for i, chunk in enumerate(chunks):
         pattern = chunk.numpy()
         magnitude = pattern & np.int16(_MAGNITUDE)
-        smallest = np.partition(magnitude, len(magnitude) - k)[len(magnitude) - k]
-        above = np.flatnonzero(magnitude > smallest)
-        ties = np.flatnonzero(magnitude == smallest)[: k - len(above)]
-        indices[i] = np.sort(np.concatenate((above, ties)))
+        width = max(k, _BLOCKS)
+        whole = len(magnitude) // width * width
+        if whole:
+            maxima = magnitude[:whole].reshape(-1, width).max(axis=0)
+            candidates = np.flatnonzero(magnitude >= _kth_largest(maxima, k))
+        else:
+            candidates = np.arange(len(magnitude))
+        sizes = magnitude[candidates]
+        smallest = _kth_largest(sizes, k)
+        above = np.flatnonzero(sizes > smallest)
+        ties = np.flatnonzero(sizes == smallest)[: k - len(above)]
+        indices[i] = np.sort(candidates[np.concatenate((above, ties))])
         bits[i] = pattern[indices[i]].astype(np.int64) & 0xFFFF
     return indices, bits
+
+
+def _kth_largest(values: npt.NDArray[np.int16], k: int) -> np.int16:
+    return np.partition(values, len(values) - k)[len(values) - k]  # type: ignore[no-any-return]
 
 
 def _top_k_torch(chunks: Sequence[torch.Tensor], k: int) -> _Picked:
