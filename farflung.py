@@ -65,6 +65,12 @@ def _calibrate(argv: list[str]) -> int:
     return calibrate(argv, HFEngine, Request)
 
 
+def _bench(argv: list[str]) -> int:
+    from bench.cli import main
+
+    return main(argv)
+
+
 COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "up": (_up, "the whole network on this machine, learning"),
     "coordinator": (_coordinator, "the API of a run"),
@@ -75,6 +81,7 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "fetch": (_fetch, "fetch a version's weights"),
     "audit": (_audit, "explain verdicts, check the ledger"),
     "calibrate": (_calibrate, "measure honest rollouts, derive thresholds"),
+    "bench": (_bench, "measure this machine against the bars"),
 }
 
 

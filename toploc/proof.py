@@ -64,7 +64,7 @@ def commit_many(
 ) -> list[bytes]:
     """`commit` for many completions in one pass; the bytes do not depend on the company."""
     selection = select(hiddens, chunk_rows, top_k)
-    words = _encode(selection, top_k)
+    words = encode_selection(selection, top_k)
     ends = np.cumsum(selection.per_completion, dtype=np.int64)
     return [
         words[end - n : end].tobytes() for n, end in zip(selection.per_completion, ends.tolist(), strict=True)
@@ -137,21 +137,28 @@ def injective_modulus(indices: npt.NDArray[np.int64]) -> int:
 
     Raises ValueError if none above 2^15 does, as with a repeated index.
     """
-    if len(indices) and int(indices.max()) < P and len(np.unique(indices)) == len(indices):
-        return P
     for modulus in range(P, _MODULUS_FLOOR, -1):
-        if len(np.unique(indices % modulus)) == len(indices):
+        if bool(_distinct(indices[None] % modulus)[0]):
             return modulus
     raise ValueError("no modulus above 2^15 keeps the indices distinct")
 
 
-def _encode(selection: Selection, top_k: int) -> npt.NDArray[np.uint16]:
+def _distinct(points: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    """Which rows of int64 [n, k] hold no value twice: bool [n]."""
+    ordered = np.sort(points, axis=1)
+    distinct: npt.NDArray[np.bool_] = (ordered[:, 1:] != ordered[:, :-1]).all(axis=1)
+    return distinct
+
+
+def encode_selection(selection: Selection, top_k: int) -> npt.NDArray[np.uint16]:
     """Big-endian words [chunks, 1 + top_k]."""
     words = np.zeros((len(selection.counts), 1 + top_k), dtype=">u2")
     for count in np.unique(selection.counts).tolist():
         members = np.flatnonzero(selection.counts == count)
         x, y = selection.indices[members, :count], selection.bits[members, :count]
-        moduli = np.array([injective_modulus(row) for row in x], dtype=np.int64)
+        moduli = np.full(len(members), P, dtype=np.int64)
+        for row in np.flatnonzero(~_distinct(x % P)).tolist():
+            moduli[row] = injective_modulus(x[row])
         words[members, 0] = moduli
         words[members, 1 : 1 + count] = interpolate(x % moduli[:, None], y)
     return words

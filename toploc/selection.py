@@ -77,35 +77,31 @@ def select(hiddens: Sequence[torch.Tensor], chunk_rows: int, top_k: int) -> Sele
     indices = np.zeros((len(chunks), top_k), dtype=np.int64)
     bits = np.zeros((len(chunks), top_k), dtype=np.int64)
     counts = np.array([min(top_k, chunk.numel()) for chunk in chunks], dtype=np.int64)
-    for members in _by_size_and_device(chunks):
-        k = int(counts[members[0]])
-        pick = _top_k_numpy if chunks[members[0]].device.type == "cpu" else _top_k_torch
-        indices[members, :k], bits[members, :k] = pick([chunks[i] for i in members], k)
+    on: dict[torch.device, list[int]] = {}
+    for i, chunk in enumerate(chunks):
+        on.setdefault(chunk.device, []).append(i)
+    for device, members in on.items():
+        pick = _top_k_numpy if device.type == "cpu" else _top_k_torch
+        indices[members], bits[members] = pick([chunks[i] for i in members], top_k)
     if bool(((bits & _EXPONENT) == _EXPONENT).any()):  # infinities and NaN are the largest magnitudes of all
         raise ValueError("hidden states hold values that are not finite in bfloat16")
     return Selection(indices, bits, counts, np.array(rows, dtype=np.int64), tuple(per_completion))
 
 
-def _by_size_and_device(chunks: Sequence[torch.Tensor]) -> list[list[int]]:
-    groups: dict[tuple[int, torch.device], list[int]] = {}
-    for i, chunk in enumerate(chunks):
-        groups.setdefault((chunk.numel(), chunk.device), []).append(i)
-    return list(groups.values())
-
-
 _Picked = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
 
 
-def _top_k_numpy(chunks: Sequence[torch.Tensor], k: int) -> _Picked:
-    """int16 patterns [m] each -> ascending indices and patterns, int64 [n, k].
+def _top_k_numpy(chunks: Sequence[torch.Tensor], top_k: int) -> _Picked:
+    """int16 patterns [m] each -> ascending indices and patterns, int64 [n, top_k]; where m < top_k, the rest is 0.
 
     The entries fall into blocks (of one column each, so that maxima are taken elementwise). The k-th largest block
     maximum is no larger than the k-th largest entry, so only entries from there on need sorting.
     """
-    indices = np.empty((len(chunks), k), dtype=np.int64)
-    bits = np.empty((len(chunks), k), dtype=np.int64)
+    indices = np.zeros((len(chunks), top_k), dtype=np.int64)
+    bits = np.zeros((len(chunks), top_k), dtype=np.int64)
     for i, chunk in enumerate(chunks):
         pattern = chunk.numpy()
+        k = min(top_k, len(pattern))
         magnitude = pattern & np.int16(_MAGNITUDE)
         width = max(k, _BLOCKS)
         whole = len(magnitude) // width * width
@@ -118,8 +114,8 @@ def _top_k_numpy(chunks: Sequence[torch.Tensor], k: int) -> _Picked:
         smallest = _kth_largest(sizes, k)
         above = np.flatnonzero(sizes > smallest)
         ties = np.flatnonzero(sizes == smallest)[: k - len(above)]
-        indices[i] = np.sort(candidates[np.concatenate((above, ties))])
-        bits[i] = pattern[indices[i]].astype(np.int64) & 0xFFFF
+        indices[i, :k] = np.sort(candidates[np.concatenate((above, ties))])
+        bits[i, :k] = pattern[indices[i, :k]].astype(np.int64) & 0xFFFF
     return indices, bits
 
 
@@ -127,17 +123,27 @@ def _kth_largest(values: npt.NDArray[np.int16], k: int) -> np.int16:
     return np.partition(values, len(values) - k)[len(values) - k]  # type: ignore[no-any-return]
 
 
-def _top_k_torch(chunks: Sequence[torch.Tensor], k: int) -> _Picked:
-    """The same on any device: distinct keys leave the library's top-k no tie to break; one copy to the
-    host."""
-    patterns = torch.stack(list(chunks)).to(torch.int64)
+def _top_k_torch(chunks: Sequence[torch.Tensor], top_k: int) -> _Picked:
+    """The same on any one device: distinct keys leave the library's top-k no tie to break; one copy to the host."""
+    sizes: dict[int, list[int]] = {}
+    for i, chunk in enumerate(chunks):
+        sizes.setdefault(chunk.numel(), []).append(i)
+    picked = [_top_k_stacked(torch.stack([chunks[i] for i in same]), top_k) for same in sizes.values()]
+    both = torch.cat(picked, dim=1).cpu().numpy()
+    order = np.argsort([i for same in sizes.values() for i in same])
+    return both[0, order], both[1, order]
+
+
+def _top_k_stacked(patterns: torch.Tensor, top_k: int) -> torch.Tensor:
+    """int16 [n, m] -> indices and patterns, int64 [2, n, top_k]."""
+    wide = patterns.to(torch.int64)
     last = (1 << _INDEX_BITS) - 1
-    flat = torch.arange(patterns.shape[1], dtype=torch.int64, device=patterns.device)
-    keys = ((patterns & _MAGNITUDE) << _INDEX_BITS) | (last - flat)
-    picked = last - (keys.topk(k, dim=1, sorted=False).values & last)
-    indices = picked.sort(dim=1).values
-    both = torch.stack((indices, patterns.gather(1, indices) & 0xFFFF)).cpu().numpy()
-    return both[0], both[1]
+    flat = torch.arange(wide.shape[1], dtype=torch.int64, device=wide.device)
+    keys = ((wide & _MAGNITUDE) << _INDEX_BITS) | (last - flat)
+    k = min(top_k, wide.shape[1])
+    indices = (last - (keys.topk(k, dim=1, sorted=False).values & last)).sort(dim=1).values
+    found = torch.stack((indices, wide.gather(1, indices) & 0xFFFF))
+    return torch.nn.functional.pad(found, (0, top_k - k))
 
 
 def _round_to_odd(values: torch.Tensor) -> torch.Tensor:

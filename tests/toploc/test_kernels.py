@@ -101,3 +101,18 @@ def test_selection_by_block_maxima(size: int, k: int) -> None:
 def test_kth_largest() -> None:
     values = np.array([3, 9, 1, 9, 7], dtype=np.int16)
     assert [int(_kth_largest(values, k)) for k in range(1, 6)] == [9, 9, 7, 3, 1]
+
+
+def test_chunks_of_many_sizes_make_one_copy_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(4)
+    chunks = [
+        torch.randn(size, generator=generator).to(torch.bfloat16).view(torch.int16)
+        for size in (512, 40, 512, 7, 40, 512, 130)
+    ]
+    copies = []
+    copy = torch.Tensor.cpu
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda self: (copies.append(self.shape), copy(self))[1])
+    theirs = _top_k_torch(chunks, 128)
+    assert copies == [(2, 7, 128)]
+    ours = _top_k_numpy(chunks, 128)
+    assert np.array_equal(ours[0], theirs[0]) and np.array_equal(ours[1], theirs[1])

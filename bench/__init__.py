@@ -1,0 +1,1 @@
+"""Benchmarks that print JSON and a table. Ships with the wheel, may import everything; nothing imports it."""
